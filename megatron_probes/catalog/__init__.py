@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import functools
 
-from megatron_probes.catalog import evaluation, machine, model, training
+from megatron_probes.catalog import (
+    evaluation,
+    experts,
+    gradient,
+    job,
+    loss,
+    machine,
+    optimizer,
+    residual,
+    stability,
+    tensors,
+)
 from megatron_probes.catalog.first_screen import Chart, charts
 from megatron_probes.catalog.spec import MetricSpec, Priority, Reduction, snake_case
 
@@ -23,9 +34,15 @@ __all__ = [
 ]
 
 CATALOG: tuple[MetricSpec, ...] = (
-    *training.METRICS,
+    *job.METRICS,
+    *loss.METRICS,
+    *gradient.METRICS,
+    *stability.METRICS,
     *machine.METRICS,
-    *model.METRICS,
+    *tensors.METRICS,
+    *optimizer.METRICS,
+    *experts.METRICS,
+    *residual.METRICS,
     *evaluation.METRICS,
 )
 """Every metric in the order of the specification."""

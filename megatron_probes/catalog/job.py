@@ -1,0 +1,73 @@
+"""Section 0: the job and the probes themselves."""
+
+from __future__ import annotations
+
+from megatron_probes.catalog.spec import MetricSpec, Priority, Reduction
+
+METRICS = (
+    MetricSpec(
+        tag="job/state",
+        family="job",
+        priority=Priority.P0,
+        section=0,
+        observed="the training loop, whenever the record is written",
+        numerator="0 starting, 1 training, 2 evaluating, 3 saving, 4 stalled, 5 finished, 6 failed",
+        reduction=Reduction.HOST,
+        unit="state",
+        integer=True,
+        meaning="What the job is doing. Anything but 1 explains a flat curve before you look at the model.",
+        reads_high="4: no step ended for long; 6: the loop was left by an exception.",
+        first_screen=1,
+    ),
+    MetricSpec(
+        tag="job/last_step",
+        family="job",
+        priority=Priority.P0,
+        section=0,
+        observed="end of the step",
+        numerator="number of the last finished step",
+        reduction=Reduction.HOST,
+        unit="steps",
+        integer=True,
+        meaning="The last step that ended; together with the wall clock it shows a stall.",
+    ),
+    MetricSpec(
+        tag="job/restarts",
+        family="job",
+        priority=Priority.P0,
+        section=0,
+        observed="start of the job",
+        numerator="starts of this run after the first",
+        reduction=Reduction.HOST,
+        unit="1",
+        integer=True,
+        meaning="How often the run was started again in the same output folder.",
+        reads_high="Hardware or a recurring failure is eating the run's time.",
+    ),
+    MetricSpec(
+        tag="probe/disabled",
+        family="probe",
+        priority=Priority.P0,
+        section=0,
+        observed="end of the step",
+        numerator="metric families switched off after a failed contribution",
+        reduction=Reduction.HOST,
+        unit="families",
+        integer=True,
+        meaning="Families whose probe failed on some rank; their metrics are absent from then on.",
+        reads_high="Part of the instruments is dark: read the warning in the log.",
+    ),
+    MetricSpec(
+        tag="probe/dropped_points",
+        family="probe",
+        priority=Priority.P0,
+        section=0,
+        observed="the writer's queue",
+        numerator="points that the full queue gave up",
+        reduction=Reduction.HOST,
+        unit="points",
+        integer=True,
+        meaning="Points that were measured but never written because storage was too slow.",
+        reads_high="Gaps in the curves come from storage, not from training.",
+    ),
+)
