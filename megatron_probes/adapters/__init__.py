@@ -1,0 +1,1 @@
+"""One package a training framework: the only code that knows its names."""

@@ -1,0 +1,230 @@
+"""Binds the probes to a model and an optimizer that Megatron has built."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import platform
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_probes
+from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop, ownership
+from megatron_probes.adapters.megatron_lm.bindings import Binding, decide_bindings, logs_memory, self_check
+from megatron_probes.adapters.megatron_lm.flag import OPTION, requested_config
+from megatron_probes.adapters.megatron_lm.layout import build_topology
+from megatron_probes.adapters.megatron_lm.model_shape import UncountedModel, model_shape
+from megatron_probes.catalog import CATALOG
+from megatron_probes.config import ProbeConfig, load_config
+from megatron_probes.formulas.flops import CONVENTION, ModelShape
+from megatron_probes.probes import (
+    ExpertsProbe,
+    GradientProbe,
+    LossProbe,
+    MoELayer,
+    Probe,
+    RecoveryProbe,
+    StabilityProbe,
+    SystemProbe,
+    TensorsProbe,
+)
+from megatron_probes.session import ProbeSession
+from megatron_probes.sinks import Manifest, next_attempt
+from megatron_probes.sinks.build import build_sinks
+from megatron_probes.topology import Topology
+
+logger = logging.getLogger("megatron_probes")
+
+_session: ProbeSession | None = None
+
+
+def attach(model: list[Any], optimizer: Any, args: argparse.Namespace) -> ProbeSession | None:
+    """Starts the probes that ``--probe-config`` asks for; without the option does nothing.
+
+    ``model`` is Megatron's list of model chunks, ``optimizer`` its top-level optimizer, ``args`` its
+    parsed arguments, after the checkpoint was loaded. A second call returns the running session.
+    """
+    global _session
+    path = requested_config(args)
+    if path is None or _session is not None:
+        return _session
+    if optimizer is None:
+        return None
+    config = load_config(path)
+    device = next(model[0].parameters()).device
+    topology = build_topology(model, args, device)
+    bindings = decide_bindings(config, args)
+    held = _held_tensors(model, optimizer, bindings)
+    routers = hooks.moe_routers(model) if bindings["experts"].status != "off" else {}
+    layers = _layers_of_all_stages(list(routers), topology)
+    probes = _build_probes(config, topology, bindings, layers, args, device)
+    session = ProbeSession(config, topology, device, probes, start_step=args.iteration)
+    resume = checkpoint.load_sidecar(session, args)
+    _install_hooks(session, model, optimizer, args, held, routers)
+    shape = _shape(args, bindings)
+    loop.watch_loop(session, args, shape)
+    output_dir = _output_dir(config, args)
+    versions = _versions()
+    if args.rank == args.world_size - 1:
+        _start_writing(session, config, args, output_dir, versions, shape)
+    if args.rank == 0:
+        report = self_check(
+            bindings,
+            versions=versions,
+            layout=topology.describe(),
+            payload_bytes=session.payload_bytes,
+            collectives=session.collectives,
+            resume=resume,
+            output_dir=str(output_dir),
+        )
+        print(report, flush=True)
+    _session = session
+    return session
+
+
+def _held_tensors(
+    model: list[Any], optimizer: Any, bindings: dict[str, Binding]
+) -> list[ownership.OptimizerTensor]:
+    """The optimizer's tensors; where their layout is not known, the gradient family is switched off.
+
+    All ranks of a job have the same kinds of optimizers, so they come to the same decision.
+    """
+    if bindings["gradient"].status == "off":
+        return []
+    try:
+        return ownership.optimizer_tensors(optimizer, ownership.parameter_names(model))
+    except ownership.UnknownLayout as reason:
+        bindings["gradient"] = Binding("gradient", "off", str(reason))
+        return []
+
+
+def _layers_of_all_stages(mine: list[MoELayer], topology: Topology) -> list[MoELayer]:
+    """The MoE layers of the whole model: each stage knows only its own."""
+    found = {layer.name: layer for layer in mine}
+    if topology.pipeline_group is not None:
+        stages: list[list[MoELayer]] = [[] for _ in range(topology.size("pp"))]
+        dist.all_gather_object(stages, mine, group=topology.pipeline_group)
+        found = {layer.name: layer for stage in stages for layer in stage}
+    return [found[name] for name in sorted(found)]
+
+
+def _build_probes(
+    config: ProbeConfig,
+    topology: Topology,
+    bindings: dict[str, Binding],
+    layers: list[MoELayer],
+    args: argparse.Namespace,
+    device: torch.device,
+) -> list[Probe]:
+    """The probes that are on, each after those whose values it reads."""
+    probes: list[Probe] = [
+        LossProbe(topology),
+        GradientProbe(config.gradient),
+        RecoveryProbe(),
+        StabilityProbe(config.stability),
+        SystemProbe(config.system, topology, lifetime_peaks=logs_memory(args), device=device),
+        TensorsProbe(),
+        ExpertsProbe(topology, layers),
+    ]
+    return [probe for probe in probes if bindings[probe.family].status != "off"]
+
+
+def _install_hooks(
+    session: ProbeSession,
+    model: list[Any],
+    optimizer: Any,
+    args: argparse.Namespace,
+    held: list[ownership.OptimizerTensor],
+    routers: dict[MoELayer, Any],
+) -> None:
+    from megatron.core.utils import unwrap_model
+
+    gradient, tensors, experts = (session.probes.get(f) for f in ("gradient", "tensors", "experts"))
+    if isinstance(gradient, GradientProbe):
+        overrides = session.config.gradient.placement
+        counted = [t for t in held if ownership.counts_here(t, session.topology, overrides)]
+        hooks.watch_gradients(session, gradient, optimizer, counted)
+    if isinstance(tensors, TensorsProbe):
+        for chunk in (unwrap_model(chunk) for chunk in model):
+            if getattr(chunk, "post_process", False):
+                hooks.watch_logits(session, tensors, chunk, _vocab_size(args))
+    if isinstance(experts, ExpertsProbe):
+        hooks.watch_routers(session, experts, routers)
+
+
+def _vocab_size(args: argparse.Namespace) -> int:
+    """The tokenizer's vocabulary; Megatron pads the output layer beyond it."""
+    from megatron.training.global_vars import get_tokenizer
+
+    return int(getattr(get_tokenizer(), "vocab_size", None) or args.padded_vocab_size)
+
+
+def _shape(args: argparse.Namespace, bindings: dict[str, Binding]) -> ModelShape | None:
+    """The shapes behind ``system/flops_per_device``, or None, with the reason in the self-check."""
+    try:
+        return model_shape(args, _vocab_size(args))
+    except UncountedModel as reason:
+        if bindings["system"].status == "bound":
+            bindings["system"] = Binding("system", "degraded", f"no FLOP rate: {reason}")
+        return None
+
+
+def _output_dir(config: ProbeConfig, args: argparse.Namespace) -> Path:
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    if getattr(args, "tensorboard_dir", None):
+        return Path(args.tensorboard_dir) / "probes"
+    if args.rank == 0:
+        print(
+            f"{OPTION}: output_dir: not set, and Megatron has no --tensorboard-dir to put the probes' output "
+            "under. Set output_dir in the file or pass --tensorboard-dir.",
+            file=sys.stderr,
+            flush=True,
+        )
+    raise SystemExit(2)
+
+
+def _start_writing(
+    session: ProbeSession,
+    config: ProbeConfig,
+    args: argparse.Namespace,
+    output_dir: Path,
+    versions: dict[str, str],
+    shape: ModelShape | None,
+) -> None:
+    manifest = Manifest(
+        run_id=uuid.uuid4().hex,
+        started=time.time(),
+        attempt=next_attempt(output_dir),
+        start_step=args.iteration + 1,
+        tokens_at_start=session.tokens_total,
+        config=config.model_dump(mode="json"),
+        config_fingerprint=config.fingerprint(),
+        layout=session.topology.describe(),
+        versions=versions,
+        flop_convention=shape.convention if shape is not None else f"{CONVENTION}, not counted",
+        metrics=tuple(spec for spec in CATALOG if not spec.planned),
+    )
+    session.write_to(build_sinks(config, output_dir), manifest)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"megatron_probes": megatron_probes.__version__}
+    for name in ("megatron-core", "torch", "transformer-engine"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    # A checkout has no distribution metadata, or stands before the wheel that has.
+    from megatron.core import package_info
+
+    versions["megatron-core"] = package_info.__version__
+    versions["python"] = platform.python_version()
+    return versions

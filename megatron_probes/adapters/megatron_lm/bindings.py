@@ -1,0 +1,111 @@
+"""Which probes can observe in this run, and why another cannot."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_probes.catalog import Priority
+from megatron_probes.config import ProbeConfig
+
+Status = Literal["bound", "degraded", "off"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One probe family's state in this run; ``reason`` is empty where it is simply bound."""
+
+    family: str
+    status: Status
+    reason: str = ""
+
+
+def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, Binding]:
+    """What the configuration and Megatron's arguments allow, by family.
+
+    A number that cannot be right is not shown: a mode in which a probe cannot see its tensor switches
+    the family off by name.
+    """
+    bindings = {
+        family: Binding(family, "bound")
+        for family in ("loss", "gradient", "recovery", "stability", "system", "tensors", "experts")
+    }
+
+    def off(family: str, reason: str) -> None:
+        if bindings[family].status != "off":
+            bindings[family] = Binding(family, "off", reason)
+
+    for family in ("loss", "gradient", "stability", "system", "tensors", "experts"):
+        if not getattr(config, family).enabled:
+            off(family, f"{family}.enabled is false")
+
+    graph = _cuda_graph_mode(args)
+    if graph is not None:
+        for family in ("loss", "tensors", "experts"):
+            off(family, f"{graph}: captured code runs no hooks")
+    if getattr(args, "optimizer_cuda_graph", False):
+        off("gradient", "--optimizer-cuda-graph: the captured optimizer step runs no hooks")
+    for option in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"):
+        if getattr(args, option, False):
+            off("gradient", f"--{option.replace('_', '-')}: its parameter shards are not followed yet")
+    if (getattr(args, "gtp_weight_remat_size", 1) or 1) > 1:
+        off("gradient", "--gtp-weight-remat-size > 1: its parameter shards are not followed yet")
+    if getattr(args, "cross_entropy_fusion_impl", None) == "linear":
+        off("tensors", "--cross-entropy-fusion-impl linear never forms the logits")
+    if not getattr(args, "num_experts", None):
+        off("experts", "the model has no MoE layer")
+    if bindings["loss"].status == "off" and bindings["gradient"].status == "off":
+        off("stability", "neither the loss nor the gradient probe is on")
+    if bindings["system"].status == "bound" and logs_memory(args):
+        bindings["system"] = Binding(
+            "system",
+            "degraded",
+            "Megatron's own memory logging reads the peak counters: memory peaks are of the whole run",
+        )
+    return bindings
+
+
+def _cuda_graph_mode(args: argparse.Namespace) -> str | None:
+    implementation = getattr(args, "cuda_graph_impl", None)
+    if implementation not in (None, "none"):
+        return f"--cuda-graph-impl {implementation}"
+    for option in ("enable_cuda_graph", "external_cuda_graph"):
+        if getattr(args, option, False):
+            return f"--{option.replace('_', '-')}"
+    return None
+
+
+def logs_memory(args: argparse.Namespace) -> bool:
+    """Whether Megatron itself reports memory peaks, which resetting the counters would change."""
+    return bool(
+        getattr(args, "log_memory_to_tensorboard", False)
+        or getattr(args, "log_memory_interval", None)
+        or getattr(args, "log_device_memory_used", False)
+    )
+
+
+def self_check(
+    bindings: dict[str, Binding],
+    *,
+    versions: dict[str, str],
+    layout: dict[str, Any],
+    payload_bytes: dict[Priority, int],
+    collectives: int,
+    resume: str,
+    output_dir: str,
+) -> str:
+    """The report that rank 0 prints before the first step."""
+    lines = [
+        "megatron_probes self-check",
+        "  versions     " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "  layout       " + ", ".join(f"{name}={value}" for name, value in layout.items()),
+        f"  each step    {payload_bytes[Priority.P0]} bytes in {collectives} collectives; "
+        f"sampled steps {payload_bytes[Priority.P1]} bytes in as many",
+        f"  history      {resume}",
+        f"  output       {output_dir}",
+    ]
+    for binding in bindings.values():
+        reason = f"  ({binding.reason})" if binding.reason else ""
+        lines.append(f"  {binding.family:<12} {binding.status}{reason}")
+    return "\n".join(lines)

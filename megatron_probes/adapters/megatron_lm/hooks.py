@@ -1,0 +1,171 @@
+"""Where each tensor of a Megatron step is picked up. Every hook returns after one attribute test when
+its probe does not look at this step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_probes.adapters.megatron_lm.ownership import OptimizerTensor
+from megatron_probes.probes import ExpertsProbe, GradientProbe, LossProbe, MoELayer, TensorsProbe
+from megatron_probes.session import ProbeSession
+
+
+def watch_losses(
+    session: ProbeSession, probe: LossProbe, forward_step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``forward_step_func`` whose loss function shows its per-token losses and mask to the probe."""
+    gate, observe = probe.gate, session.guard(probe, _observe_loss(probe))
+
+    @functools.wraps(forward_step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output, loss_func = forward_step(*args, **kwargs)
+        if not gate.open:
+            return output, loss_func
+
+        def observed_loss(losses: Any, *rest: Any, **named: Any) -> Any:
+            observe(losses, loss_func)
+            return loss_func(losses, *rest, **named)
+
+        return output, observed_loss
+
+    return watched
+
+
+def _observe_loss(probe: LossProbe) -> Callable[[torch.Tensor, Callable[..., Any]], None]:
+    def observe(losses: torch.Tensor, loss_func: Callable[..., Any]) -> None:
+        probe.observe(losses, _loss_mask(loss_func, losses))
+
+    return observe
+
+
+def _loss_mask(loss_func: Callable[..., Any], losses: torch.Tensor) -> torch.Tensor:
+    """The mask that Megatron's scripts bind to their loss function with functools.partial."""
+    bound = [*getattr(loss_func, "args", ()), *getattr(loss_func, "keywords", {}).values()]
+    for value in bound:
+        if isinstance(value, torch.Tensor) and value.numel() == losses.numel():
+            return value
+    raise ValueError(
+        "the script's loss function binds no loss mask of the losses' size "
+        "(functools.partial(loss_func, loss_mask) is expected)"
+    )
+
+
+def watch_logits(session: ProbeSession, probe: TensorsProbe, model: Any, vocab_size: int) -> None:
+    """Shows the logits of the main head, before cross-entropy overwrites them in place.
+
+    ``compute_language_model_loss`` is called once for each multi-token-prediction depth first, then for
+    the main head. Columns that only pad the vocabulary are cut off.
+    """
+    compute = model.compute_language_model_loss
+    gate, observe = probe.gate, session.guard(probe, probe.observe_logits)
+    depths = (model.config.mtp_num_layers or 0) if getattr(model, "mtp_process", False) else 0
+    tp = session.topology.axes["tp"]
+    call_index = 0
+
+    @functools.wraps(compute)
+    def watched(labels: torch.Tensor, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal call_index
+        is_main_head = call_index == depths
+        call_index = 0 if is_main_head else call_index + 1
+        if gate.open and is_main_head and torch.is_grad_enabled():
+            shard = logits.size(-1)
+            valid = min(max(vocab_size - tp.index * shard, 0), shard)
+            if valid > 0:
+                observe(logits[..., :valid])
+        return compute(labels, logits, *args, **kwargs)
+
+    model.compute_language_model_loss = watched
+
+
+def moe_routers(model: list[Any]) -> dict[MoELayer, Any]:
+    """The routers of this rank by their global layer, in forward order."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.utils import unwrap_model
+
+    routers: dict[MoELayer, Any] = {}
+    for chunk in model:
+        for module in unwrap_model(chunk).modules():
+            if isinstance(module, TopKRouter):
+                kind = "mtp" if getattr(module, "is_mtp_layer", False) else "layer"
+                name = f"{kind}_{module.layer_number - 1:03d}"
+                routers[MoELayer(name, module.config.num_moe_experts)] = module
+    return routers
+
+
+def watch_routers(session: ProbeSession, probe: ExpertsProbe, routers: Mapping[MoELayer, Any]) -> None:
+    """Shows each router's map of valid tokens to experts, before any capacity dropping."""
+    observe = session.guard(probe, probe.observe)
+    for layer, router in routers.items():
+        if router.config.moe_expert_capacity_factor is None:
+            _watch_router_output(probe, router, layer, observe)
+        else:
+            _watch_router_before_drop(probe, router, layer, observe)
+
+
+def _watch_router_output(
+    probe: ExpertsProbe, router: Any, layer: MoELayer, observe: Callable[..., None]
+) -> None:
+    gate, name = probe.gate, layer.name
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # Recomputation runs the layer twice; its first pass has gradients disabled.
+        if gate.open and torch.is_grad_enabled():
+            observe(name, output[1], _padding_mask(args, kwargs))
+
+    router.register_forward_hook(hook, with_kwargs=True)
+
+
+def _padding_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The router's own mask, flattened in the order of its tokens; True = padding."""
+    mask = args[1] if len(args) > 1 else kwargs.get("padding_mask")
+    return None if mask is None else mask.reshape(-1)
+
+
+def _watch_router_before_drop(
+    probe: ExpertsProbe, router: Any, layer: MoELayer, observe: Callable[..., None]
+) -> None:
+    """Capacity dropping happens inside ``routing``, by a module-level function: look at what it is given."""
+    from megatron.core.transformer.moe import router as router_module
+
+    gate, name, routing = probe.gate, layer.name, router.routing
+
+    @functools.wraps(routing)
+    def watched(logits: torch.Tensor, padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not (gate.open and torch.is_grad_enabled()):
+            return routing(logits, padding_mask, *args, **kwargs)
+        drop = router_module.apply_router_token_dropping
+        flat_mask = None if padding_mask is None else padding_mask.reshape(-1)
+
+        def show_then_drop(probs: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            observe(name, routing_map, flat_mask)
+            return drop(probs, routing_map, *rest, **named)
+
+        router_module.apply_router_token_dropping = show_then_drop
+        try:
+            return routing(logits, padding_mask, *args, **kwargs)
+        finally:
+            router_module.apply_router_token_dropping = drop
+
+    router.routing = watched
+
+
+def watch_gradients(
+    session: ProbeSession, probe: GradientProbe, optimizer: Any, counted: list[OptimizerTensor]
+) -> None:
+    """Shows the gradients once the optimizer has unscaled them and before it clips them."""
+    prepare = optimizer.prepare_grads
+    gate, observe = probe.gate, session.guard(probe, probe.observe)
+
+    @functools.wraps(prepare)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found_inf = prepare(*args, **kwargs)
+        if gate.open:
+            gradients = (held.gradient for held in counted)
+            observe([gradient for gradient in gradients if gradient is not None])
+        return found_inf
+
+    optimizer.prepare_grads = watched

@@ -1,0 +1,81 @@
+"""How evenly the router spreads valid tokens over experts and over expert-parallel shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_probes import ops
+from megatron_probes.formulas import experts as formulas
+from megatron_probes.ledger import Kind, Ledger, Slot
+from megatron_probes.probes.base import Facts, Parts, Probe, Values
+from megatron_probes.topology import Topology
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One router: its global name (``layer_003``, ``mtp_001``) and its number of experts."""
+
+    name: str
+    num_experts: int
+
+
+class ExpertsProbe(Probe):
+    """``moe/*`` loads (Specification, section 7).
+
+    ``layers`` are the MoE layers of the whole model, in order and the same on every rank.
+    """
+
+    family = "experts"
+
+    def __init__(self, topology: Topology, layers: Sequence[MoELayer]) -> None:
+        super().__init__()
+        self._topology = topology
+        self._layers = tuple(layers)
+        self._counts: dict[str, Slot] = {}
+
+    def declare(self, ledger: Ledger) -> None:
+        # With sequence parallelism the router sees a slice of the tokens on every tp rank.
+        axes = ("dp", "cp", "tp") if self._topology.sequence_parallel else ("dp", "cp")
+        for layer in self._layers:
+            self._counts[layer.name] = ledger.declare(
+                f"moe/{layer.name}/tokens",
+                family=self.family,
+                kind=Kind.SUM,
+                axes=axes,
+                width=layer.num_experts,
+            )
+
+    @torch.no_grad()
+    def observe(self, layer: str, routing_map: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
+        """Adds one micro-batch of a layer's routing before capacity dropping.
+
+        ``routing_map`` is bool [tokens, experts]; ``padding_mask`` is bool [tokens], True = padding.
+        """
+        slot = self._counts[layer]
+        if slot.owned:
+            ops.routing_histogram(
+                routing_map, slot.width, padding_mask=padding_mask, out=slot.cells, accumulate=True
+            )
+
+    def finalize(self, parts: Parts, facts: Facts, values: Values) -> None:
+        shards = self._topology.size("ep")
+        worst: float | None = None
+        worst_shard: float | None = None
+        for layer in self._layers:
+            counts = parts[f"moe/{layer.name}/tokens"]
+            violation = formulas.max_vio(counts)
+            if violation is None:
+                continue
+            values[f"moe/{layer.name}/max_vio"] = violation
+            worst = violation if worst is None else max(worst, violation)
+            shard_violation = formulas.shard_max_vio(counts, shards)
+            if shard_violation is not None:
+                worst_shard = shard_violation if worst_shard is None else max(worst_shard, shard_violation)
+        if worst is not None:
+            values["moe/max_vio"] = worst
+            values["moe/imbalance"] = worst + 1.0
+        if worst_shard is not None:
+            values["moe/shard_max_vio"] = worst_shard
