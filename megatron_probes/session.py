@@ -105,6 +105,8 @@ class ProbeSession:
                 source=Source.HOST,
             )
         self.ledger.freeze()
+        for probe in probes:
+            probe.on_frozen(device)
         self._step = start_step
         self._priority = Priority.P0
         self._step_started_s = 0.0
@@ -124,7 +126,7 @@ class ProbeSession:
         if self._writer is not None:
             self._writer.forward_arrived()
         for probe in self.probes.values():
-            probe.gate.open = probe.family not in self._failed
+            probe.gate.set(None if probe.family in self._failed else self._priority)
             self.guard(probe, probe.begin_step)()
         self._step_started_s = time.perf_counter()
 
@@ -142,7 +144,7 @@ class ProbeSession:
         step_time_s = time.perf_counter() - self._step_started_s
         facts = replace(facts, step_time_s=step_time_s, priority=self._priority)
         for probe in self.probes.values():
-            probe.gate.open = False
+            probe.gate.set(None)
             self.guard(probe, probe.end_step)(facts)
         for family, slot in self._failure_slots.items():
             self.ledger.set_host(slot, float(family in self._failed))
@@ -164,7 +166,7 @@ class ProbeSession:
         return guarded
 
     def _fail(self, probe: Probe, error: Exception) -> None:
-        probe.gate.open = False
+        probe.gate.set(None)
         self._failed.add(probe.family)
         if self.config.strict:
             raise error

@@ -2,7 +2,7 @@
 
 from megatron_probes.probes.base import Facts, Gate, Parts, Probe
 from megatron_probes.probes.experts import ExpertsProbe, MoELayer
-from megatron_probes.probes.gradient import GradientProbe
+from megatron_probes.probes.gradient import GradientGroup, GradientProbe
 from megatron_probes.probes.loss import LossProbe
 from megatron_probes.probes.recovery import RecoveryProbe
 from megatron_probes.probes.stability import StabilityProbe
@@ -13,6 +13,7 @@ __all__ = [
     "ExpertsProbe",
     "Facts",
     "Gate",
+    "GradientGroup",
     "GradientProbe",
     "LossProbe",
     "MoELayer",

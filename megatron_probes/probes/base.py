@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_probes.catalog import Priority
 from megatron_probes.ledger import Ledger
@@ -19,12 +20,20 @@ Values = MutableMapping[str, int | float]
 
 
 class Gate:
-    """Whether a probe looks at this step; the one attribute that a registered hook tests first."""
+    """Whether a probe looks at this step; the one attribute that a registered hook tests first.
 
-    __slots__ = ("open",)
+    ``open`` serves the P0 hooks, ``sampled`` those that only a P1 step needs.
+    """
+
+    __slots__ = ("open", "sampled")
 
     def __init__(self) -> None:
-        self.open = False
+        self.set(None)
+
+    def set(self, priority: Priority | None) -> None:
+        """Opens for a step of this priority; None closes."""
+        self.open = priority is not None
+        self.sampled = priority is not None and priority >= Priority.P1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,9 @@ class Probe:
 
     def declare(self, ledger: Ledger) -> None:
         """Declares this probe's slots."""
+
+    def on_frozen(self, device: torch.device) -> None:
+        """The slots have cells now; builds on the device what the observations need."""
 
     def begin_step(self) -> None:
         """A training step begins."""

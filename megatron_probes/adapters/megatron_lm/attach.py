@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import logging
 import platform
 import sys
 import time
@@ -13,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import megatron_probes
-from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop, ownership
+from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop
 from megatron_probes.adapters.megatron_lm.bindings import Binding, decide_bindings, logs_memory, self_check
 from megatron_probes.adapters.megatron_lm.flag import OPTION, requested_config
 from megatron_probes.adapters.megatron_lm.layout import build_topology
 from megatron_probes.adapters.megatron_lm.model_shape import UncountedModel, model_shape
+from megatron_probes.adapters.megatron_lm.observed import ObservedModel, observe_model
 from megatron_probes.catalog import CATALOG
 from megatron_probes.config import ProbeConfig, load_config
 from megatron_probes.formulas.flops import CONVENTION, ModelShape
@@ -28,7 +27,6 @@ from megatron_probes.probes import (
     ExpertsProbe,
     GradientProbe,
     LossProbe,
-    MoELayer,
     Probe,
     RecoveryProbe,
     StabilityProbe,
@@ -39,8 +37,6 @@ from megatron_probes.session import ProbeSession
 from megatron_probes.sinks import Manifest, next_attempt
 from megatron_probes.sinks.build import build_sinks
 from megatron_probes.topology import Topology
-
-logger = logging.getLogger("megatron_probes")
 
 _session: ProbeSession | None = None
 
@@ -53,85 +49,62 @@ def attach(model: list[Any], optimizer: Any, args: argparse.Namespace) -> ProbeS
     """
     global _session
     path = requested_config(args)
-    if path is None or _session is not None:
+    if path is None or optimizer is None or _session is not None:
         return _session
-    if optimizer is None:
-        return None
     config = load_config(path)
+    output_dir = _output_dir(config, args)
     device = next(model[0].parameters()).device
     topology = build_topology(model, args, device)
     bindings = decide_bindings(config, args)
-    held = _held_tensors(model, optimizer, bindings)
-    routers = hooks.moe_routers(model) if bindings["experts"].status != "off" else {}
-    layers = _layers_of_all_stages(list(routers), topology)
-    probes = _build_probes(config, topology, bindings, layers, args, device)
-    session = ProbeSession(config, topology, device, probes, start_step=args.iteration)
+    observed = observe_model(model, optimizer, topology, bindings, config.gradient, _vocab_size(args))
+    session = ProbeSession(
+        config,
+        topology,
+        device,
+        _build_probes(config, topology, bindings, observed, args, device),
+        start_step=args.iteration,
+    )
     resume = checkpoint.load_sidecar(session, args)
-    _install_hooks(session, model, optimizer, args, held, routers)
+    _install_hooks(session, model, optimizer, args, observed)
     shape = _shape(args, bindings)
-    loop.watch_loop(session, args, shape)
-    output_dir = _output_dir(config, args)
+    loop.watch_loop(session, args, shape, observed.replication_check)
     versions = _versions()
     if args.rank == args.world_size - 1:
         _start_writing(session, config, args, output_dir, versions, shape)
+    report = self_check(
+        bindings,
+        versions=versions,
+        layout=topology.describe(),
+        payload_bytes=session.payload_bytes,
+        collectives=session.collectives,
+        elements=observed.elements,
+        resume=resume,
+        output_dir=str(output_dir),
+    )
     if args.rank == 0:
-        report = self_check(
-            bindings,
-            versions=versions,
-            layout=topology.describe(),
-            payload_bytes=session.payload_bytes,
-            collectives=session.collectives,
-            resume=resume,
-            output_dir=str(output_dir),
-        )
         print(report, flush=True)
     _session = session
     return session
-
-
-def _held_tensors(
-    model: list[Any], optimizer: Any, bindings: dict[str, Binding]
-) -> list[ownership.OptimizerTensor]:
-    """The optimizer's tensors; where their layout is not known, the gradient family is switched off.
-
-    All ranks of a job have the same kinds of optimizers, so they come to the same decision.
-    """
-    if bindings["gradient"].status == "off":
-        return []
-    try:
-        return ownership.optimizer_tensors(optimizer, ownership.parameter_names(model))
-    except ownership.UnknownLayout as reason:
-        bindings["gradient"] = Binding("gradient", "off", str(reason))
-        return []
-
-
-def _layers_of_all_stages(mine: list[MoELayer], topology: Topology) -> list[MoELayer]:
-    """The MoE layers of the whole model: each stage knows only its own."""
-    found = {layer.name: layer for layer in mine}
-    if topology.pipeline_group is not None:
-        stages: list[list[MoELayer]] = [[] for _ in range(topology.size("pp"))]
-        dist.all_gather_object(stages, mine, group=topology.pipeline_group)
-        found = {layer.name: layer for stage in stages for layer in stage}
-    return [found[name] for name in sorted(found)]
 
 
 def _build_probes(
     config: ProbeConfig,
     topology: Topology,
     bindings: dict[str, Binding],
-    layers: list[MoELayer],
+    observed: ObservedModel,
     args: argparse.Namespace,
     device: torch.device,
 ) -> list[Probe]:
     """The probes that are on, each after those whose values it reads."""
+    groups = [part.group for part in observed.gradient_slices]
     probes: list[Probe] = [
         LossProbe(topology),
-        GradientProbe(config.gradient),
+        GradientProbe(config.gradient, observed.layer_parts, groups),
         RecoveryProbe(),
         StabilityProbe(config.stability),
         SystemProbe(config.system, topology, lifetime_peaks=logs_memory(args), device=device),
         TensorsProbe(),
-        ExpertsProbe(topology, layers),
+        ExpertsProbe(topology, observed.moe_layers),
     ]
     return [probe for probe in probes if bindings[probe.family].status != "off"]
 
@@ -141,22 +114,21 @@ def _install_hooks(
     model: list[Any],
     optimizer: Any,
     args: argparse.Namespace,
-    held: list[ownership.OptimizerTensor],
-    routers: dict[MoELayer, Any],
+    observed: ObservedModel,
 ) -> None:
     from megatron.core.utils import unwrap_model
 
     gradient, tensors, experts = (session.probes.get(f) for f in ("gradient", "tensors", "experts"))
     if isinstance(gradient, GradientProbe):
-        overrides = session.config.gradient.placement
-        counted = [t for t in held if ownership.counts_here(t, session.topology, overrides)]
-        hooks.watch_gradients(session, gradient, optimizer, counted)
+        hooks.watch_gradients(
+            session, gradient, optimizer, observed.gradient_slices, observed.replication_check
+        )
     if isinstance(tensors, TensorsProbe):
         for chunk in (unwrap_model(chunk) for chunk in model):
             if getattr(chunk, "post_process", False):
                 hooks.watch_logits(session, tensors, chunk, _vocab_size(args))
     if isinstance(experts, ExpertsProbe):
-        hooks.watch_routers(session, experts, routers)
+        hooks.watch_routers(session, experts, observed.routers)
 
 
 def _vocab_size(args: argparse.Namespace) -> int:

@@ -92,16 +92,19 @@ def self_check(
     layout: dict[str, Any],
     payload_bytes: dict[Priority, int],
     collectives: int,
+    elements: tuple[int, int] | None,
     resume: str,
     output_dir: str,
 ) -> str:
     """The report that rank 0 prints before the first step."""
+    counted = "-" if elements is None else f"{elements[0]:,} of {elements[1]:,} gradient elements"
     lines = [
         "megatron_probes self-check",
         "  versions     " + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "  layout       " + ", ".join(f"{name}={value}" for name, value in layout.items()),
         f"  each step    {payload_bytes[Priority.P0]} bytes in {collectives} collectives; "
         f"sampled steps {payload_bytes[Priority.P1]} bytes in as many",
+        f"  counted      {counted}",
         f"  history      {resume}",
         f"  output       {output_dir}",
     ]

@@ -4,12 +4,12 @@ its probe does not look at this step."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron_probes.adapters.megatron_lm.ownership import OptimizerTensor
+from megatron_probes.adapters.megatron_lm.gradients import GradientSlice, ReplicationCheck
 from megatron_probes.probes import ExpertsProbe, GradientProbe, LossProbe, MoELayer, TensorsProbe
 from megatron_probes.session import ProbeSession
 
@@ -154,18 +154,33 @@ def _watch_router_before_drop(
 
 
 def watch_gradients(
-    session: ProbeSession, probe: GradientProbe, optimizer: Any, counted: list[OptimizerTensor]
+    session: ProbeSession,
+    probe: GradientProbe,
+    optimizer: Any,
+    counted: Sequence[GradientSlice],
+    check: ReplicationCheck | None,
 ) -> None:
-    """Shows the gradients once the optimizer has unscaled them and before it clips them."""
-    prepare = optimizer.prepare_grads
-    gate, observe = probe.gate, session.guard(probe, probe.observe)
+    """Shows the gradients when the optimizer has unscaled them, and on sampled steps again after clipping."""
+    prepare, consume = optimizer.prepare_grads, optimizer.step_with_ready_grads
+    gate = probe.gate
+    observe = session.guard(probe, probe.observe)
+    observe_clipped = session.guard(probe, probe.observe_clipped)
+    empty = torch.empty(0, device=session.ledger.device)
 
     @functools.wraps(prepare)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched_prepare(*args: Any, **kwargs: Any) -> Any:
         found_inf = prepare(*args, **kwargs)
+        if check is not None:
+            check.compare()
         if gate.open:
-            gradients = (held.gradient for held in counted)
-            observe([gradient for gradient in gradients if gradient is not None])
+            observe([part.read(empty) for part in counted])
         return found_inf
 
-    optimizer.prepare_grads = watched
+    @functools.wraps(consume)
+    def watched_consume(*args: Any, **kwargs: Any) -> Any:
+        if gate.sampled:
+            observe_clipped([part.read(empty) for part in counted])
+        return consume(*args, **kwargs)
+
+    optimizer.prepare_grads = watched_prepare
+    optimizer.step_with_ready_grads = watched_consume

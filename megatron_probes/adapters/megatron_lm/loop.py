@@ -15,20 +15,26 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_probes.adapters.megatron_lm import checkpoint, hooks
+from megatron_probes.adapters.megatron_lm.gradients import ReplicationCheck
 from megatron_probes.adapters.megatron_lm.model_shape import flops_of_batch
 from megatron_probes.formulas.flops import ModelShape
 from megatron_probes.probes import Facts, LossProbe
 from megatron_probes.session import JobState, ProbeSession
 
 
-def watch_loop(session: ProbeSession, args: argparse.Namespace, shape: ModelShape | None) -> None:
+def watch_loop(
+    session: ProbeSession,
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    check: ReplicationCheck | None,
+) -> None:
     """Rebinds the loop's functions to ones that tell the session; once per process.
 
     ``shape`` is None where no FLOP convention covers the model.
     """
     from megatron.training import training
 
-    loop = _Loop(session, args, shape)
+    loop = _Loop(session, args, shape, check)
     training.train_step = loop.watch_train_step(training.train_step)
     training.training_log = loop.watch_training_log(training.training_log)
     training.evaluate = loop.watch_state(training.evaluate, JobState.EVALUATING)
@@ -38,8 +44,15 @@ def watch_loop(session: ProbeSession, args: argparse.Namespace, shape: ModelShap
 
 
 class _Loop:
-    def __init__(self, session: ProbeSession, args: argparse.Namespace, shape: ModelShape | None) -> None:
+    def __init__(
+        self,
+        session: ProbeSession,
+        args: argparse.Namespace,
+        shape: ModelShape | None,
+        check: ReplicationCheck | None,
+    ) -> None:
         self._session = session
+        self._check = check
         self._args = args
         self._shape = shape
         self._loss_scale: float | None = None
@@ -58,6 +71,8 @@ class _Loop:
             if isinstance(loss, LossProbe):
                 call["forward_step_func"] = hooks.watch_losses(session, loss, call["forward_step_func"])
             call["forward_backward_func"] = self._watch_pass(call["forward_backward_func"])
+            if self._check is not None:
+                self._check.report()
             session.step_begin(step)
             outcome = train_step(*bound.args, **bound.kwargs)
             session.step_end(self._facts(step, learning_rate, call["optimizer"], outcome))
