@@ -5,6 +5,7 @@ from megatron_probes.probes.experts import ExpertsProbe, MoELayer
 from megatron_probes.probes.gradient import GradientGroup, GradientProbe
 from megatron_probes.probes.loss import LossProbe
 from megatron_probes.probes.recovery import RecoveryProbe
+from megatron_probes.probes.sources import SourcesProbe
 from megatron_probes.probes.stability import StabilityProbe
 from megatron_probes.probes.system import SystemProbe
 from megatron_probes.probes.tensors import TensorsProbe
@@ -20,6 +21,7 @@ __all__ = [
     "Parts",
     "Probe",
     "RecoveryProbe",
+    "SourcesProbe",
     "StabilityProbe",
     "SystemProbe",
     "TensorsProbe",

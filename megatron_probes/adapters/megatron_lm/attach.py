@@ -29,6 +29,7 @@ from megatron_probes.probes import (
     LossProbe,
     Probe,
     RecoveryProbe,
+    SourcesProbe,
     StabilityProbe,
     SystemProbe,
     TensorsProbe,
@@ -100,6 +101,7 @@ def _build_probes(
     probes: list[Probe] = [
         LossProbe(topology),
         GradientProbe(config.gradient, observed.layer_parts, groups),
+        SourcesProbe(config.sources),
         RecoveryProbe(),
         StabilityProbe(config.stability),
         SystemProbe(config.system, topology, lifetime_peaks=logs_memory(args), device=device),

@@ -29,7 +29,7 @@ def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, 
     """
     bindings = {
         family: Binding(family, "bound")
-        for family in ("loss", "gradient", "recovery", "stability", "system", "tensors", "experts")
+        for family in ("loss", "sources", "gradient", "recovery", "stability", "system", "tensors", "experts")
     }
 
     def off(family: str, reason: str) -> None:
@@ -40,9 +40,11 @@ def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, 
         if not getattr(config, family).enabled:
             off(family, f"{family}.enabled is false")
 
+    if not config.sources:
+        off("sources", "the config lists no sources")
     graph = _cuda_graph_mode(args)
     if graph is not None:
-        for family in ("loss", "tensors", "experts"):
+        for family in ("loss", "sources", "tensors", "experts"):
             off(family, f"{graph}: captured code runs no hooks")
     if getattr(args, "optimizer_cuda_graph", False):
         off("gradient", "--optimizer-cuda-graph: the captured optimizer step runs no hooks")

@@ -10,48 +10,8 @@ from typing import Any
 import torch
 
 from megatron_probes.adapters.megatron_lm.gradients import GradientSlice, ReplicationCheck
-from megatron_probes.probes import ExpertsProbe, GradientProbe, LossProbe, MoELayer, TensorsProbe
+from megatron_probes.probes import ExpertsProbe, GradientProbe, MoELayer, TensorsProbe
 from megatron_probes.session import ProbeSession
-
-
-def watch_losses(
-    session: ProbeSession, probe: LossProbe, forward_step: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``forward_step_func`` whose loss function shows its per-token losses and mask to the probe."""
-    gate, observe = probe.gate, session.guard(probe, _observe_loss(probe))
-
-    @functools.wraps(forward_step)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output, loss_func = forward_step(*args, **kwargs)
-        if not gate.open:
-            return output, loss_func
-
-        def observed_loss(losses: Any, *rest: Any, **named: Any) -> Any:
-            observe(losses, loss_func)
-            return loss_func(losses, *rest, **named)
-
-        return output, observed_loss
-
-    return watched
-
-
-def _observe_loss(probe: LossProbe) -> Callable[[torch.Tensor, Callable[..., Any]], None]:
-    def observe(losses: torch.Tensor, loss_func: Callable[..., Any]) -> None:
-        probe.observe(losses, _loss_mask(loss_func, losses))
-
-    return observe
-
-
-def _loss_mask(loss_func: Callable[..., Any], losses: torch.Tensor) -> torch.Tensor:
-    """The mask that Megatron's scripts bind to their loss function with functools.partial."""
-    bound = [*getattr(loss_func, "args", ()), *getattr(loss_func, "keywords", {}).values()]
-    for value in bound:
-        if isinstance(value, torch.Tensor) and value.numel() == losses.numel():
-            return value
-    raise ValueError(
-        "the script's loss function binds no loss mask of the losses' size "
-        "(functools.partial(loss_func, loss_mask) is expected)"
-    )
 
 
 def watch_logits(session: ProbeSession, probe: TensorsProbe, model: Any, vocab_size: int) -> None:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_probes.adapters.megatron_lm import checkpoint, hooks
+from megatron_probes.adapters.megatron_lm import checkpoint
 from megatron_probes.adapters.megatron_lm.gradients import ReplicationCheck
+from megatron_probes.adapters.megatron_lm.losses import LossWatch
 from megatron_probes.adapters.megatron_lm.model_shape import flops_of_batch
 from megatron_probes.formulas.flops import ModelShape
-from megatron_probes.probes import Facts, LossProbe
+from megatron_probes.probes import Facts
 from megatron_probes.session import JobState, ProbeSession
 
 
@@ -60,7 +61,7 @@ class _Loop:
 
     def watch_train_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         session, signature = self._session, inspect.signature(train_step)
-        loss = session.probes.get("loss")
+        losses = LossWatch(session)
 
         @functools.wraps(train_step)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -68,8 +69,7 @@ class _Loop:
             call = bound.arguments
             step = call["iteration"] + 1
             learning_rate = _learning_rate(call["optimizer"])
-            if isinstance(loss, LossProbe):
-                call["forward_step_func"] = hooks.watch_losses(session, loss, call["forward_step_func"])
+            call["forward_step_func"] = losses.wrap(call["forward_step_func"])
             call["forward_backward_func"] = self._watch_pass(call["forward_backward_func"])
             if self._check is not None:
                 self._check.report()
