@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_probes import ops
+from megatron_probes.catalog import Priority
 from megatron_probes.formulas import experts as formulas
+from megatron_probes.formulas.ratio import ratio
 from megatron_probes.ledger import Kind, Ledger, Slot
 from megatron_probes.probes.base import Facts, Parts, Probe, Values
 from megatron_probes.topology import Topology
@@ -25,15 +28,17 @@ class MoELayer:
 class ExpertsProbe(Probe):
     """``moe/*`` loads (Specification, section 7).
 
-    ``layers`` are the MoE layers of the whole model, in order and the same on every rank.
+    ``layers`` are the MoE layers of the whole model, in order and the same on every rank; ``drops_tokens``
+    says whether the experts have a capacity.
     """
 
     family = "experts"
 
-    def __init__(self, topology: Topology, layers: Sequence[MoELayer]) -> None:
+    def __init__(self, topology: Topology, layers: Sequence[MoELayer], *, drops_tokens: bool = False) -> None:
         super().__init__()
         self._topology = topology
         self._layers = tuple(layers)
+        self._drops_tokens = drops_tokens
         self._counts: dict[str, Slot] = {}
 
     def declare(self, ledger: Ledger) -> None:
@@ -46,6 +51,15 @@ class ExpertsProbe(Probe):
                 kind=Kind.SUM,
                 axes=axes,
                 width=layer.num_experts,
+            )
+        if self._drops_tokens:
+            self._dropped = ledger.declare(
+                "moe/dropped",
+                family=self.family,
+                kind=Kind.SUM,
+                axes=axes,
+                width=2,
+                priority=Priority.P1,
             )
 
     @torch.no_grad()
@@ -60,6 +74,17 @@ class ExpertsProbe(Probe):
                 routing_map, slot.width, padding_mask=padding_mask, out=slot.cells, accumulate=True
             )
 
+    @torch.no_grad()
+    def observe_dropped(
+        self, routed: torch.Tensor, kept: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> None:
+        """Adds one layer's micro-batch of maps [tokens, experts] before and after capacity dropping."""
+        if not self._dropped.owned:
+            return
+        valid = routed if padding_mask is None else routed & ~padding_mask[:, None]
+        self._dropped.cells[0].add_((valid & ~kept).sum())
+        self._dropped.cells[1].add_(valid.sum())
+
     def finalize(self, parts: Parts, facts: Facts, values: Values) -> None:
         shards = self._topology.size("ep")
         worst: float | None = None
@@ -71,6 +96,8 @@ class ExpertsProbe(Probe):
                 continue
             values[f"moe/{layer.name}/max_vio"] = violation
             worst = violation if worst is None else max(worst, violation)
+            if facts.priority >= Priority.P1:
+                self._finalize_entropy(layer, counts, values)
             shard_violation = formulas.shard_max_vio(counts, shards)
             if shard_violation is not None:
                 worst_shard = shard_violation if worst_shard is None else max(worst_shard, shard_violation)
@@ -79,3 +106,15 @@ class ExpertsProbe(Probe):
             values["moe/imbalance"] = worst + 1.0
         if worst_shard is not None:
             values["moe/shard_max_vio"] = worst_shard
+        if "moe/dropped" in parts:
+            dropped, routed = parts["moe/dropped"]
+            fraction = ratio(float(dropped), float(routed))
+            if fraction is not None:
+                values["moe/dropped_fraction"] = fraction
+
+    def _finalize_entropy(self, layer: MoELayer, counts: np.ndarray, values: Values) -> None:
+        entropy, normalized = formulas.entropy(counts), formulas.entropy_norm(counts)
+        if entropy is not None:
+            values[f"moe/{layer.name}/entropy"] = entropy
+        if normalized is not None:
+            values[f"moe/{layer.name}/entropy_norm"] = normalized

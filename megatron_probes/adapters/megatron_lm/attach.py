@@ -106,7 +106,11 @@ def _build_probes(
         StabilityProbe(config.stability),
         SystemProbe(config.system, topology, lifetime_peaks=logs_memory(args), device=device),
         TensorsProbe(),
-        ExpertsProbe(topology, observed.moe_layers),
+        ExpertsProbe(
+            topology,
+            observed.moe_layers,
+            drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
+        ),
     ]
     return [probe for probe in probes if bindings[probe.family].status != "off"]
 

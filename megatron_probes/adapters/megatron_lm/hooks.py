@@ -59,11 +59,12 @@ def moe_routers(model: list[Any]) -> dict[MoELayer, Any]:
 def watch_routers(session: ProbeSession, probe: ExpertsProbe, routers: Mapping[MoELayer, Any]) -> None:
     """Shows each router's map of valid tokens to experts, before any capacity dropping."""
     observe = session.guard(probe, probe.observe)
+    observe_dropped = session.guard(probe, probe.observe_dropped)
     for layer, router in routers.items():
         if router.config.moe_expert_capacity_factor is None:
             _watch_router_output(probe, router, layer, observe)
         else:
-            _watch_router_before_drop(probe, router, layer, observe)
+            _watch_router_before_drop(probe, router, layer, observe, observe_dropped)
 
 
 def _watch_router_output(
@@ -86,7 +87,11 @@ def _padding_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def _watch_router_before_drop(
-    probe: ExpertsProbe, router: Any, layer: MoELayer, observe: Callable[..., None]
+    probe: ExpertsProbe,
+    router: Any,
+    layer: MoELayer,
+    observe: Callable[..., None],
+    observe_dropped: Callable[..., None],
 ) -> None:
     """Capacity dropping happens inside ``routing``, by a module-level function: look at what it is given."""
     from megatron.core.transformer.moe import router as router_module
@@ -102,7 +107,10 @@ def _watch_router_before_drop(
 
         def show_then_drop(probs: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **named: Any) -> Any:
             observe(name, routing_map, flat_mask)
-            return drop(probs, routing_map, *rest, **named)
+            kept_probs, kept_map = drop(probs, routing_map, *rest, **named)
+            if gate.sampled:
+                observe_dropped(routing_map, kept_map, flat_mask)
+            return kept_probs, kept_map
 
         router_module.apply_router_token_dropping = show_then_drop
         try:
