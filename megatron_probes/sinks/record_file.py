@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_probes.sinks.anomaly import AnomalyWatch
-from megatron_probes.sinks.durable_lines import DurableLines
+from megatron_probes.sinks.durable import DurableAppender
 from megatron_probes.sinks.record import Manifest, StepRecord
 
 FOLDER = "records"
@@ -30,7 +30,7 @@ _NAME = re.compile(r"record-(\d{5,})\.jsonl")
 
 
 class RecordFileSink:
-    """Writes the exact record; an outage of the storage keeps lines in memory (`DurableLines`).
+    """Writes the exact record; an outage of the storage keeps lines in memory (`DurableAppender`).
 
     Lines are handed to the operating system when the oldest has waited `flush_seconds`, at an anomaly and
     at the end, so that a killed process loses at most the last `flush_seconds`.
@@ -51,7 +51,7 @@ class RecordFileSink:
         self._header = b""
         self._waiting_since: float | None = None
         self._watch = AnomalyWatch(start_step=1)
-        self._lines = DurableLines(
+        self._lines = DurableAppender(
             f"record in {self._folder}",
             self._open_next,
             memory_bytes=memory_bytes,

@@ -287,7 +287,7 @@ def test_memory_is_bounded_and_the_newest_kept(tmp_path: Path, caplog: pytest.Lo
     assert kept == list(range(100 - len(kept), 100))
     assert len(kept) + sink.dropped_records == 90
     assert 2000 // (line_bytes + 300) <= len(kept) < 20
-    assert f"{sink.dropped_records} lines were lost" in caplog.text
+    assert f"{sink.dropped_records} entries were lost" in caplog.text
 
 
 def test_deleted_folder_begins_a_new_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Text lines on their way to a file that may be unwritable for a while: kept, bounded, written later."""
+"""Bytes on their way to a file that may be unwritable for a while: kept, bounded, written later."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 
 OpenFile = Callable[[], tuple[io.FileIO, bytes]]
-"""Opens the next file, unbuffered, and returns it with the bytes that stand before its first line."""
+"""Opens the next file, unbuffered, and returns it with the bytes that stand before its first chunk."""
 
 
-class DurableLines:
-    """Appends whole lines to files; an outage of the storage never reaches the caller.
+class DurableAppender:
+    """Appends whole chunks to files; an outage of the storage never reaches the caller.
 
-    Lines wait in memory until `flush`. When they can't be written they stay there, at most `memory_bytes`
-    of them (the oldest are dropped and counted), and are tried again with growing pauses. A line that was
-    written in part is cut off again, so a file holds whole lines and each line once.
+    A chunk is what a reader takes as one: a line, an event. Chunks wait in memory until `flush`. When they
+    can't be written they stay there, at most `memory_bytes` of them (the oldest are dropped and counted),
+    and are tried again with growing pauses. A chunk that was written in part is cut off again, so files
+    hold whole chunks and each chunk once.
 
     Each outage is reported once when it begins and once when it is over.
     """
@@ -38,7 +39,7 @@ class DurableLines:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        """Lines that were given up, in all."""
+        """Chunks that were given up, in all."""
         self._name = name
         self._open_file = open_file
         self._memory_bytes = memory_bytes
@@ -48,21 +49,16 @@ class DurableLines:
         self._pending_bytes = 0
         self._file: io.FileIO | None = None
         self._size = 0
-        self._lines_in_file = 0
+        self._chunks_in_file = 0
         self._outage_began: float | None = None
         self._dropped_before_outage = 0
         self._retry_at = 0.0
         self._retry_pause = FIRST_RETRY_SECONDS
 
-    @property
-    def pending(self) -> int:
-        """Lines that wait in memory."""
-        return len(self._pending)
-
-    def append(self, line: bytes) -> None:
-        """Take one line, newline included."""
-        self._pending.append(line)
-        self._pending_bytes += len(line)
+    def append(self, chunk: bytes) -> None:
+        """Take one chunk."""
+        self._pending.append(chunk)
+        self._pending_bytes += len(chunk)
         while self._pending_bytes > self._memory_bytes:
             self._pending_bytes -= len(self._pending.popleft())
             self.dropped += 1
@@ -81,7 +77,7 @@ class DurableLines:
             if self._file is None:
                 self._open()
             while self._pending:
-                self._write_line(self._pending[0])
+                self._write_chunk(self._pending[0])
                 self._pending_bytes -= len(self._pending.popleft())
         except OSError as error:
             self._note_failure(error)
@@ -93,22 +89,22 @@ class DurableLines:
     def close(self) -> None:
         """Write what can be written and close the file."""
         if not self.flush(force=True) and self._pending:
-            logger.warning("%s: closed with %d lines unwritten", self._name, len(self._pending))
+            logger.warning("%s: closed with %d entries unwritten", self._name, len(self._pending))
         self._close_file()
 
-    def _write_line(self, line: bytes) -> None:
+    def _write_chunk(self, chunk: bytes) -> None:
         rotate = self._rotate_bytes
-        if rotate is not None and self._lines_in_file > 0 and self._size + len(line) > rotate:
+        if rotate is not None and self._chunks_in_file > 0 and self._size + len(chunk) > rotate:
             self._close_file()
         file = self._file or self._open()
-        self._write_whole(file, line)
-        self._lines_in_file += 1
+        self._write_whole(file, chunk)
+        self._chunks_in_file += 1
 
     def _open(self) -> io.FileIO:
         file, preamble = self._open_file()
         self._file = file
         self._size = os.fstat(file.fileno()).st_size
-        self._lines_in_file = 0
+        self._chunks_in_file = 0
         try:
             self._write_whole(file, preamble)
         except OSError:
@@ -134,7 +130,7 @@ class DurableLines:
             file.truncate(self._size)
             file.seek(self._size)
         except OSError:
-            self._close_file()  # the next try begins a new file; readers skip this one's last line
+            self._close_file()  # the next try begins a new file; readers skip this one's last chunk
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -151,8 +147,8 @@ class DurableLines:
             self._dropped_before_outage = self.dropped
             self._retry_pause = FIRST_RETRY_SECONDS
             logger.warning(
-                "%s can't be written (%s). Training goes on; the newest lines, at most %d bytes, are kept in "
-                "memory and written when it works again",
+                "%s can't be written (%s). Training goes on; the newest entries, at most %d bytes, are kept "
+                "in memory and written when it works again",
                 self._name,
                 error,
                 self._memory_bytes,
@@ -163,7 +159,7 @@ class DurableLines:
     def _note_recovery(self, began: float) -> None:
         self._outage_began = None
         logger.warning(
-            "%s can be written again after %.0f s; %d lines were lost",
+            "%s can be written again after %.0f s; %d entries were lost",
             self._name,
             self._clock() - began,
             self.dropped - self._dropped_before_outage,
