@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
@@ -28,6 +31,10 @@ from megatron_probes.topology import Topology
 logger = logging.getLogger("megatron_probes")
 
 P = ParamSpec("P")
+
+STALL_SECONDS = 60.0
+STALL_STEPS = 10
+"""A job is stalled when a step has taken more than a minute and ten times the usual step."""
 
 _DRAIN_TIMEOUT_S = 30.0
 
@@ -182,6 +189,11 @@ class ProbeSession:
         )
 
     @property
+    def last_step(self) -> int:
+        """The step that runs or ran last; at first the one that the job starts after."""
+        return self._step
+
+    @property
     def payload_bytes(self) -> dict[Priority, int]:
         """Bytes that a rank contributes to the collectives of a step, by what is due at it."""
         return {p: self.ledger.payload_bytes(p) for p in (Priority.P0, Priority.P1)}
@@ -245,13 +257,23 @@ class _Writer:
         self._outbox = Outbox(session.ledger, write_every=session.config.write_every)
         self._facts: dict[int, Facts] = {}
         self._disabled: set[str] = set()
+        self._state = JobState.STARTING
+        self._moved_s = time.monotonic()
+        self._step_times_s: deque[float] = deque(maxlen=101)
         queue = session.config.queue
         self._pipeline: Pipeline[StepItem] = Pipeline(
-            self._process, sinks, max_items=queue.max_items, spill_bytes=queue.spill_bytes
+            self._process,
+            sinks,
+            max_items=queue.max_items,
+            spill_bytes=queue.spill_bytes,
+            on_idle=self._watch_for_stall,
         )
         self._pipeline.open(manifest)
+        self.enter(JobState.STARTING, session.last_step)
 
     def put(self, facts: Facts, priority: Priority) -> None:
+        self._state, self._moved_s = JobState.TRAINING, time.monotonic()
+        self._step_times_s.append(facts.step_time_s)
         self._facts[facts.step] = facts
         self._outbox.put(facts.step, priority)
         self.forward_arrived()
@@ -266,7 +288,30 @@ class _Writer:
         self._pipeline.submit_call(lambda: call(self._session.state_dict()))
 
     def enter(self, state: JobState, step: int) -> None:
-        pass
+        self._state, self._moved_s = state, time.monotonic()
+        self.add_late(step, {"job/state": int(state)})
+
+    def add_late(self, step: int, values: Mapping[str, int | float]) -> None:
+        now = time.time()
+        self._pipeline.submit_record(
+            lambda: StepRecord(
+                step=step,
+                attempt=self._attempt,
+                time=now,
+                tokens=self._session.tokens_total,
+                values=values,
+                context={},
+                late=True,
+            )
+        )
+
+    def _watch_for_stall(self) -> None:
+        """On the background thread while nothing comes: says when a training step does not end."""
+        waited_s = time.monotonic() - self._moved_s
+        step_times_s = tuple(self._step_times_s)
+        usual_s = statistics.median(step_times_s) if step_times_s else math.inf
+        if self._state is JobState.TRAINING and waited_s > max(STALL_SECONDS, STALL_STEPS * usual_s):
+            self.enter(JobState.STALLED, self._session.last_step)
 
     def flush(self) -> None:
         self._flush_outbox()

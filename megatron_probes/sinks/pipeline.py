@@ -13,7 +13,7 @@ from megatron_probes.sinks.record import Manifest, Sink, StepRecord
 
 logger = logging.getLogger("megatron_probes")
 
-IDLE_FLUSH_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 """Sinks are flushed once when nothing has come for so long: slow steps are on disk before the next one."""
 EXIT_TIMEOUT_SECONDS = 10.0
 
@@ -52,6 +52,8 @@ class Pipeline(Generic[ItemT]):
     a spill of at most `spill_bytes`; when that is full, the oldest items of the spill are given up. All
     points that are lost are counted in `dropped_points`.
 
+    `on_idle` runs on the background thread about once in `IDLE_SECONDS` while nothing comes.
+
     A sink that raises is switched off after one warning; the others go on. Sinks survive an outage of
     their storage by themselves.
     """
@@ -63,11 +65,13 @@ class Pipeline(Generic[ItemT]):
         *,
         max_items: int,
         spill_bytes: int = 64 << 20,
+        on_idle: Call | None = None,
     ) -> None:
         self._process = process
         self._sinks = list(sinks)
         self._max_items = max_items
         self._spill_bytes = spill_bytes
+        self._on_idle = on_idle
         self._changed = threading.Condition()
         self._queue: deque[ItemT | Call] = deque()
         self._spill: deque[ItemT | Call] = deque()
@@ -111,6 +115,10 @@ class Pipeline(Generic[ItemT]):
             (self._spill if self._spill else self._queue).append(call)
             self._changed.notify()
 
+    def submit_record(self, make: Callable[[], StepRecord]) -> None:
+        """Have the record that `make` returns written after every item submitted so far; never dropped."""
+        self.submit_call(lambda: self._deliver(make()))
+
     def flush(self, timeout_s: float = 0.0) -> bool:
         """Have everything submitted so far written; waits at most `timeout_s` and returns whether it is."""
         done = threading.Event()
@@ -153,8 +161,9 @@ class Pipeline(Generic[ItemT]):
             while not self._queue:
                 if self._closed:
                     return None
-                if not self._changed.wait(IDLE_FLUSH_SECONDS if self._unflushed else None):
-                    return self._flush_sinks
+                idles = self._unflushed or self._on_idle is not None
+                if not self._changed.wait(IDLE_SECONDS if idles else None):
+                    return self._idle
             entry = self._queue.popleft()
             if self._spill:
                 promoted = self._spill.popleft()
@@ -194,8 +203,17 @@ class Pipeline(Generic[ItemT]):
                 )
             return
         if record is not None:
-            self._unflushed = True
-            self._each_sink(lambda sink: sink.write(record))
+            self._deliver(record)
+
+    def _deliver(self, record: StepRecord) -> None:
+        self._unflushed = True
+        self._each_sink(lambda sink: sink.write(record))
+
+    def _idle(self) -> None:
+        if self._unflushed:
+            self._flush_sinks()
+        if self._on_idle is not None:
+            self._on_idle()
 
     def _flush_sinks(self) -> None:
         self._unflushed = False

@@ -34,6 +34,9 @@ class StepRecord:
     """What the framework says of the step: `context/learning_rate`, `context/loss_scale`, ..."""
     parts: Mapping[str, list[float]] | None = None
     """Reduced sums, counts and maxima by slot name, when they were asked for."""
+    late: bool = False
+    """Whether these values became known after the step's own record and join it: the held-out loss at this
+    step, or what the job went on to do."""
 
     def __post_init__(self) -> None:
         for tag in (*self.values, *self.context):

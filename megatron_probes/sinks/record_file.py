@@ -6,6 +6,9 @@ by a later start of the job: a crash may have cut off its last line. Each file b
 
     {"step": 7, "attempt": 0, "time": 1.7e9, "tokens": 7168, "values": {...}, "context": {...}}
 
+What became known of a step after its line was written follows in a line of its own with `"late": true`
+and joins the step when the record is read.
+
 It is strict JSON: NaN and the infinities are the strings "NaN", "Infinity" and "-Infinity".
 """
 
@@ -49,6 +52,7 @@ class RecordFileSink:
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._header = b""
+        self._start_step = 1
         self._waiting_since: float | None = None
         self._watch = AnomalyWatch(start_step=1)
         self._lines = DurableAppender(
@@ -73,10 +77,16 @@ class RecordFileSink:
         }
         self._header = encode_line(header)
         self._watch = AnomalyWatch(manifest.start_step)
+        self._start_step = manifest.start_step
         self._lines.flush()
 
     def write(self, record: StepRecord) -> None:
-        """Take one line; it is written at the latest `flush_seconds` after."""
+        """Take one line; it is written at the latest `flush_seconds` after.
+
+        Late values of a step before the attempt's first one are left out: that step is an older attempt's.
+        """
+        if record.late and record.step < self._start_step:
+            return
         line: dict[str, Any] = {
             "step": record.step,
             "attempt": record.attempt,
@@ -87,6 +97,8 @@ class RecordFileSink:
         }
         if record.parts is not None:
             line["parts"] = record.parts
+        if record.late:
+            line["late"] = True
         self._lines.append(encode_line(line))
         now = self._clock()
         if self._waiting_since is None:

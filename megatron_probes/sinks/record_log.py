@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -21,10 +22,16 @@ class RecordLog(Generic[T]):
     first start. An attempt that nothing later stands on, such as a start with a wrong `--load` that was
     stopped at once, is thus left out whole instead of erasing what came before it.
 
-    A step that was run twice in one attempt counts as it was run last.
+    A step that was run twice in one attempt counts as it was run last. A late line joins its step by
+    `merge(step's, late line's)`.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], keep: Callable[[dict[str, Any]], T]) -> None:
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        keep: Callable[[dict[str, Any]], T],
+        merge: Callable[[T, T], T],
+    ) -> None:
         self.headers: dict[int, dict[str, Any]] = {}
         """Manifest by attempt."""
         self.start_steps: dict[int, int] = {}
@@ -39,9 +46,11 @@ class RecordLog(Generic[T]):
                     if line is None:
                         self.damaged_lines += 1
                     else:
-                        self._take(line, keep)
+                        self._take(line, keep, merge)
 
-    def _take(self, line: dict[str, Any], keep: Callable[[dict[str, Any]], T]) -> None:
+    def _take(
+        self, line: dict[str, Any], keep: Callable[[dict[str, Any]], T], merge: Callable[[T, T], T]
+    ) -> None:
         attempt = line["attempt"]
         steps = self.by_attempt.setdefault(attempt, {})
         if "header" in line:
@@ -49,7 +58,8 @@ class RecordLog(Generic[T]):
             self.start_steps[attempt] = line["start_step"]
         else:
             self.start_steps.setdefault(attempt, line["step"])
-            steps[line["step"]] = keep(line)
+            step, kept = line["step"], keep(line)
+            steps[step] = merge(steps[step], kept) if line.get("late") and step in steps else kept
 
     def history(self) -> list[tuple[int, T]]:
         """Return (step, what was kept of it) of the steps that count, in order."""
@@ -80,7 +90,7 @@ class RecordLog(Generic[T]):
 
 def read_records(output_dir: str | os.PathLike[str]) -> list[StepRecord]:
     """Return the run's history: one record a step, in the order of steps (`RecordLog`)."""
-    return [record for _, record in RecordLog(output_dir, as_record).history()]
+    return [record for _, record in RecordLog(output_dir, as_record, join_records).history()]
 
 
 def read_series(output_dir: str | os.PathLike[str], tag: str) -> tuple[list[int], list[int | float]]:
@@ -90,7 +100,11 @@ def read_series(output_dir: str | os.PathLike[str], tag: str) -> tuple[list[int]
         value = line["values"].get(tag, line["context"].get(tag))
         return None if value is None else plain_number(value)
 
-    points = [(step, value) for step, value in RecordLog(output_dir, value_of).history() if value is not None]
+    def merge(value: int | float | None, late: int | float | None) -> int | float | None:
+        return value if late is None else late
+
+    history = RecordLog(output_dir, value_of, merge).history()
+    points = [(step, value) for step, value in history if value is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -103,6 +117,11 @@ def next_attempt(output_dir: str | os.PathLike[str]) -> int:
                 if line is not None:
                     return int(line["attempt"]) + 1
     return 0
+
+
+def join_records(record: StepRecord, late: StepRecord) -> StepRecord:
+    """Return a step's record with what became known later."""
+    return dataclasses.replace(record, values={**record.values, **late.values})
 
 
 def as_record(line: dict[str, Any]) -> StepRecord:

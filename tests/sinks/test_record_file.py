@@ -24,7 +24,7 @@ from megatron_probes.sinks import (
     read_series,
 )
 from megatron_probes.sinks.record_file import decode_line, encode_line, plain_number, record_files
-from megatron_probes.sinks.record_log import as_record
+from megatron_probes.sinks.record_log import as_record, join_records
 
 
 class Clock:
@@ -120,7 +120,7 @@ def test_each_attempt_has_its_header_and_its_own_files(tmp_path: Path) -> None:
 
     assert [path.name for path in record_files(tmp_path)] == ["record-00000.jsonl", "record-00001.jsonl"]
     assert record_files(tmp_path)[0].read_bytes() == before
-    log = RecordLog(tmp_path, as_record)
+    log = RecordLog(tmp_path, as_record, join_records)
     assert log.start_steps == {0: 1, 1: 4}
     assert log.headers[1]["config_fingerprint"] == "0123abcd"
     assert log.headers[1]["metrics"]["loss/global"]["priority"] == "P0"
@@ -138,7 +138,7 @@ def test_cut_off_tail_and_restart_pc46(tmp_path: Path) -> None:
         list(range(12)),
         [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 109.0, 110.0, 111.0],
     )
-    assert RecordLog(tmp_path, as_record).damaged_lines == 1
+    assert RecordLog(tmp_path, as_record, join_records).damaged_lines == 1
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1, 30])
@@ -300,7 +300,7 @@ def test_deleted_folder_begins_a_new_file(tmp_path: Path, caplog: pytest.LogCapt
     sink.write(record(2))
     sink.close()
     assert [r.step for r in read_records(write_dir)] == [2]
-    assert RecordLog(write_dir, as_record).headers.keys() == {0}
+    assert RecordLog(write_dir, as_record, join_records).headers.keys() == {0}
     assert "deleted" in caplog.text
 
 
@@ -332,7 +332,7 @@ def test_write_limit_of_the_system_tears_no_line(tmp_path: Path) -> None:
     assert child.stderr.count("can't be written") == 1
     assert child.stderr.count("written again") == 1
     assert [r.step for r in read_records(tmp_path)] == list(range(1, 21))
-    assert RecordLog(tmp_path, as_record).damaged_lines == 0
+    assert RecordLog(tmp_path, as_record, join_records).damaged_lines == 0
     assert len(strict_lines(tmp_path)) == 21
 
 
@@ -391,7 +391,7 @@ def test_full_disk(tmp_path: Path) -> None:
     assert child.stderr.count("can't be written") == 1
     assert child.stderr.count("written again") == 1
     assert [r.step for r in read_records(copy)] == list(range(1, 102))
-    assert RecordLog(copy, as_record).damaged_lines == 0
+    assert RecordLog(copy, as_record, join_records).damaged_lines == 0
 
 
 def test_killed_process_leaves_what_was_flushed(tmp_path: Path) -> None:
