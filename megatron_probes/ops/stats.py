@@ -34,7 +34,7 @@ def tensor_stats(
     ``MOMENT_COLUMNS``: the number, the mean and the second to fourth central sums of the finite elements. An
     empty tensor gives zeros.
 
-    x: any shape and strides; float32, float16, bfloat16 (float64 by the reference).
+    x: any shape and strides; float32, float16, bfloat16, and float64 by the reference.
     out: float64 [7] or, with moments, [12], written in place; its width decides when it is given.
     accumulate: combine with what ``out`` holds (sums and counts added, maxima maxed, moments merged), not
         overwrite.
@@ -44,6 +44,9 @@ def tensor_stats(
     """
     _check_dtype(x)
     out = _rows((), x.device, out, moments)
+    if x.dtype == torch.float64:
+        _tensor_stats_reference(x, out, accumulate, enabled)
+        return out
     library.notice(x)
     torch.ops.megatron_probes.tensor_stats(x, out, accumulate, enabled)
     return out
@@ -67,7 +70,9 @@ def multi_tensor_stats(
         _check_dtype(x)
     device = tensors[0].device if tensors else (out.device if out is not None else torch.device("cpu"))
     out = _rows((len(tensors),), device, out, moments)
-    if tensors:
+    if any(x.dtype == torch.float64 for x in tensors):
+        _multi_tensor_stats_reference(tensors, out, accumulate, enabled)
+    elif tensors:
         library.notice(tensors[0])
         torch.ops.megatron_probes.multi_tensor_stats(tensors, out, accumulate, enabled)
     return out
@@ -163,6 +168,7 @@ def _reference_row(x: Tensor, width: int) -> Tensor:
     return row
 
 
+@torch.no_grad()
 def _tensor_stats_reference(
     x: Tensor, out: Tensor, accumulate: bool = False, enabled: Tensor | None = None
 ) -> None:
@@ -170,6 +176,7 @@ def _tensor_stats_reference(
     library.write(out, _merge_rows(out, row) if accumulate else row, enabled)
 
 
+@torch.no_grad()
 def _multi_tensor_stats_reference(
     tensors: list[Tensor], out: Tensor, accumulate: bool = False, enabled: Tensor | None = None
 ) -> None:
