@@ -45,13 +45,13 @@ class FileDiff:
     def apply(self, text: bytes) -> bytes:
         """Return ``text`` with every hunk applied. Raises ``HunkMismatch`` when one doesn't fit."""
         lines = text.splitlines(keepends=True)
-        done: list[bytes] = []
+        result: list[bytes] = []
+        begin = 0
         for hunk in self.hunks:
-            at = _only_place(lines, hunk.old, after=len(done))
-            done += lines[:at]
-            done += hunk.new
-            lines = lines[at + len(hunk.old) :]
-        return b"".join(done + lines)
+            at = _only_place(lines, hunk.old, begin)
+            result += [*lines[begin:at], *hunk.new]
+            begin = at + len(hunk.old)
+        return b"".join(result + lines[begin:])
 
     def fits(self, text: bytes) -> bool:
         """Whether ``apply`` would succeed; when the reversed diff fits, this one is applied already."""
@@ -100,24 +100,35 @@ def _parse_hunk(lines: Sequence[bytes], at: int, old_count: int, new_count: int)
     return Hunk(tuple(old), tuple(new)), at
 
 
-def _only_place(lines: Sequence[bytes], block: Sequence[bytes], after: int) -> int:
-    """The index at which ``block`` stands in ``lines``; ``after`` lines of the file come before these."""
+def _only_place(lines: list[bytes], block: tuple[bytes, ...], begin: int) -> int:
+    """The index from ``begin`` on at which ``block`` stands in ``lines``."""
     wanted = list(block)
-    places = [at for at in range(len(lines)) if lines[at : at + len(wanted)] == wanted]
+    last = len(lines) - len(wanted)
+    places = [at for at in range(begin, last + 1) if lines[at : at + len(wanted)] == wanted]
     if len(places) == 1:
         return places[0]
     if places:
-        first, second = (after + at + 1 for at in places[:2])
-        raise HunkMismatch(first, f"the lines that are to change stand here and on line {second}")
-    nearest = max(
-        range(len(lines) + 1), key=lambda at: sum(a == b for a, b in zip(wanted, lines[at:], strict=False))
-    )
-    here = [*lines[nearest : nearest + len(wanted)], b""]
-    same = next(index for index, found in enumerate(here) if found != wanted[index])
-    raise HunkMismatch(
-        after + nearest + same + 1, f"{_show(here[same])} where {_show(wanted[same])} should be"
-    )
+        raise HunkMismatch(places[0] + 1, f"the lines to change stand here and on line {places[1] + 1}")
+    at, missing = _where_they_part(lines, wanted, begin)
+    found = _show(lines[at]) if at < len(lines) else "the end of the file"
+    raise HunkMismatch(at + 1, f"{found} where {_show(wanted[missing])} should be")
+
+
+def _where_they_part(lines: list[bytes], block: list[bytes], begin: int) -> tuple[int, int]:
+    """The indices in ``lines`` and ``block`` next to the longest beginning or end of ``block`` found."""
+    ends = range(begin, len(lines) + 1)
+    head, at = max((_in_common(block, lines[at : at + len(block)]), at) for at in ends)
+    tail, to = max((_in_common(block[::-1], lines[max(0, to - len(block)) : to][::-1]), to) for to in ends)
+    if head >= tail:
+        return at + head, head
+    return max(0, to - tail - 1), len(block) - tail - 1
+
+
+def _in_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many lines are the same from the first on."""
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _show(line: bytes) -> str:
-    return repr(line.rstrip(b"\n").decode(errors="replace")) if line else "the end of the file"
+    return repr(line.rstrip(b"\n").decode(errors="replace"))
