@@ -79,7 +79,6 @@ METRICS = (
             unit=unit,
             meaning=meaning,
             reads_low="A drop is the router collapsing on few experts, often before MaxVio shows it.",
-            planned=True,
         )
         for kind, numerator, denominator, unit, meaning in (
             ("entropy", "-sum p ln p, p = c / sum c", None, "nats", "Entropy of the load over the experts."),
@@ -149,6 +148,5 @@ METRICS = (
         meaning="Share of assignments that didn't fit into an expert's capacity.",
         reads_high="Capacity is too small for the present balance: tokens skip their experts.",
         layout_dependent=True,
-        planned=True,
     ),
 )

@@ -48,7 +48,6 @@ def _gradient_statistic(prefix: str, kind: str, what: str) -> MetricSpec:
         reads_high="Dead paths, underflow, or parameters that get no gradient."
         if kind == "zero_fraction"
         else "",
-        planned=True,
     )
 
 
@@ -79,7 +78,6 @@ METRICS = (
         axes=_PARAMETER_AXES,
         unit="1",
         meaning="Norm of the gradient that the optimizer consumed; at most the clip threshold.",
-        planned=True,
     ),
     MetricSpec(
         tag="grad/clip_rate",

@@ -105,7 +105,7 @@ _LOSS = (
     ),
     MetricSpec(
         tag="loss/source/{source}",
-        family="loss",
+        family="sources",
         priority=Priority.P0,
         section=1,
         observed=_STEP_LOSS,
@@ -117,7 +117,6 @@ _LOSS = (
         meaning="Mean loss of one data source or modality, to be compared with its own history only, "
         "never with another's.",
         reads_high="That source degrades or its data is broken, even where loss/global stands still.",
-        planned=True,
         first_screen=3,
     ),
 )
@@ -125,7 +124,7 @@ _LOSS = (
 _DATA = (
     MetricSpec(
         tag="data/share/{source}",
-        family="data",
+        family="sources",
         priority=Priority.P0,
         section=1,
         observed="loss mask and source of every target of the step",
@@ -137,12 +136,11 @@ _DATA = (
         meaning="Share of the step's valid targets; a change of the mix explains a loss that looks like "
         "a worse model.",
         reads_low="A loader lost a shard, or packing drops this source.",
-        planned=True,
         first_screen=4,
     ),
     MetricSpec(
         tag="data/valid_tokens",
-        family="data",
+        family="loss",
         priority=Priority.P0,
         section=1,
         observed="loss mask of the step",
@@ -156,7 +154,7 @@ _DATA = (
     ),
     MetricSpec(
         tag="data/valid_tokens_total",
-        family="data",
+        family="loss",
         priority=Priority.P0,
         section=1,
         observed="loss mask of every step of the run",

@@ -133,7 +133,7 @@ _MEMORY = (
     *(
         MetricSpec(
             tag=f"memory/peak_{kind}_bytes",
-            family="memory",
+            family="system",
             priority=Priority.P0,
             section=4,
             observed="the allocator's peak since step begin, where the counter is reset",
@@ -154,7 +154,7 @@ _MEMORY = (
     ),
     MetricSpec(
         tag="memory/peak_rank_index",
-        family="memory",
+        family="system",
         priority=Priority.P0,
         section=4,
         observed="the allocator's peak since step begin",
@@ -169,7 +169,7 @@ _MEMORY = (
     *(
         MetricSpec(
             tag=f"memory/{kind}",
-            family="memory",
+            family="system",
             priority=Priority.P1,
             section=4,
             observed="the allocator at step end",

@@ -54,13 +54,13 @@ _RESIDUAL = (
                 "stream_norm",
                 "sum over tokens of ||s||",
                 "tokens",
-                "Norm of the residual stream, token mean: did the stream grow?",
+                "Norm of the residual stream, token mean: where it rises alone, the stream grew.",
             ),
             (
                 "branch_norm",
                 "sum over tokens of ||b||",
                 "tokens",
-                "Norm of the branch, token mean: did the branch shrink?",
+                "Norm of the branch, token mean: where it falls alone, the branch shrank.",
             ),
             (
                 "block_importance",

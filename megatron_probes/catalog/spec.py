@@ -98,7 +98,7 @@ class Reduction(enum.Enum):
     COUNTS = "sum of a vector of counts, then the formula"
     HISTOGRAM = "sum of fixed bins, then the quantile"
     CELLS = "one cell a rank, then the formula"
-    HOST = "from reduced values, on the writer"
+    HOST = "derived, not reduced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ class MetricSpec:
     denominator: str | None = None
     reduction: Reduction
     axes: tuple[str, ...] = ()
-    """Mesh axes over which the data is distinct; empty for what the writer derives."""
+    """Mesh axes over which the data is distinct (tp joins for token data under sequence parallelism); empty
+    for what isn't reduced."""
     unit: str
     meaning: str
     reads_high: str = ""

@@ -89,7 +89,8 @@ class LossConfig(Section):
     enabled: Enabled = True
     per_rank: bool = Field(
         default=False,
-        description="Also write a histogram of the per-rank mean losses (at most 64 data ranks).",
+        description="Also write a histogram of the per-rank mean losses (at most 64 data ranks). Planned: no "
+        "probe reads it yet.",
     )
 
 
@@ -254,7 +255,9 @@ class ProbeConfig(Section):
         f"`{OTHER_SOURCE}`. In tags they stand in snake_case.",
     )
     modalities: Names = Field(
-        default=(), description="Names of the modalities; in tags they stand in snake_case."
+        default=(),
+        description="Names of the modalities; in tags they stand in snake_case. Planned: no probe reads "
+        "them yet.",
     )
     record: RecordConfig = Field(default_factory=RecordConfig, description="The exact record.")
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig, description="TensorBoard.")
