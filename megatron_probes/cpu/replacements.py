@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_probes.cpu import collectives, cuda_api, device_memory, devices, megatron_parts
+from megatron_probes.cpu import (
+    collectives,
+    cuda_api,
+    device_memory,
+    devices,
+    megatron_parts,
+    optimizer_state,
+)
 from megatron_probes.cpu.cuda_api import calling, no_context, returning
 
 
@@ -197,6 +204,24 @@ TABLE: tuple[Replacement, ...] = (
         "forward",
         megatron_parts.attention_forward,
         "has no context parallelism",
+    ),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+        "sharded_state_dict",
+        optimizer_state.sharded_state_dict,
+        "reads the state of torch's Adam before a step has made it",
+    ),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+        "_set_main_param_and_optimizer_states",
+        optimizer_state.set_parameter_state,
+        "overwrites the loaded step counters of torch's Adam",
+    ),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+        "load_state_dict",
+        optimizer_state.load_state_dict,
+        "gives all parameters of torch's Adam one step counter",
     ),
     Replacement(
         "megatron.training.initialize",
