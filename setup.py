@@ -1,14 +1,12 @@
-"""Builds the compiled kernels: C++ wherever a compiler is, CUDA as a second library where nvcc and a CUDA
-torch are.
+"""Builds the compiled kernels: C++, and CUDA as a second library where nvcc and a CUDA torch are.
 
 The package works without either, so nothing here fails an installation: what can't be built is said in one
-warning. Both libraries use torch's stable ABI and no Python symbol: one file serves every CPython and every
-torch from 2.10 on.
+warning. Both libraries use torch's stable ABI and no Python symbol, so one file serves every CPython.
 
-MEGATRON_PROBES_CUDA=auto|0|1   build the CUDA part when it can be built (default), never, or fail where it
-can't be MEGATRON_PROBES_NO_EXT=1        build neither part
-TORCH_CUDA_ARCH_LIST            default 8.0;9.0;10.0+PTX (10.0 needs CUDA 12.8); no GPU is asked for
-CXX, CXXFLAGS                   compiler (default g++, clang++ or c++) and additional flags
+MEGATRON_PROBES_CUDA     auto (default): build the CUDA part if it can be built; 0: don't; 1: fail if it can't
+MEGATRON_PROBES_NO_EXT   1: build neither part
+TORCH_CUDA_ARCH_LIST     default 8.0;9.0;10.0+PTX (10.0 needs CUDA 12.8); no GPU is asked for
+CXX, CXXFLAGS, LDFLAGS   compiler (default g++, clang++ or c++) and additional flags
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -69,7 +69,7 @@ def median_ratio(above: list[float], below: list[float]) -> float:
 
 
 def against_read(
-    groups: list[tuple[str, float | None, Callable[[], object]]],
+    groups: Sequence[tuple[str, float | None, Callable[[], object]]],
     buffers: list[Tensor],
     yardstick: Callable[[], object],
     rounds: int,

@@ -36,11 +36,12 @@ MP_HOST_DEVICE void token_quantities(const TokenSums& t, int64_t d, double q[kQu
   }
   double importance = (gap + kEps) / (p + kEps);
   importance = importance < 0 ? 0 : importance > 2 ? 2 : importance;
+  const double half = p > 0 ? gap / (2 * p) : 0.5;  // squared sine of half the angle
   q[0] = b_norm / (s_norm + kEps);
   q[1] = s_norm;
   q[2] = b_norm;
   q[3] = importance;
-  q[4] = kTwoOverPi * asin(sqrt(importance * 0.5));
+  q[4] = kTwoOverPi * asin(sqrt(half < 0 ? 0 : half > 1 ? 1 : half));
   q[5] = double(t.noop) / double(d > 0 ? d : 1);
 }
 

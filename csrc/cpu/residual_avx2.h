@@ -64,6 +64,13 @@ inline void add16(const T* s, const T* b, RowLanes& t) {
 }
 
 template <class T>
+static bool all_zero(const T* x, int64_t d) {
+  uint32_t any = 0;
+  for (int64_t i = 0; i < d; ++i) any |= bits_of(widen(x[i])) & kAbsMask;
+  return any == 0;
+}
+
+template <class T>
 static TokenSums residual_row(const T* s, const T* b, int64_t d) {
   constexpr int64_t kRounds = 8;  // vectors a lane before float64
   D ss = _mm256_setzero_pd(), bb = ss, sb = ss;
@@ -87,9 +94,9 @@ static TokenSums residual_row(const T* s, const T* b, int64_t d) {
     noop = _mm256_add_epi32(noop, _mm256_madd_epi16(t.noop, _mm256_set1_epi16(1)));
   }
   TokenSums sums{total(ss), total(bb), total(sb), total(noop)};
-  // Non-finite, or squares near the ends of float32's range: again, in float64.
-  const bool in_range =
-      sums.ss + sums.bb < 1e37 && (sums.ss == 0 || sums.ss > 1e-28) && (sums.bb == 0 || sums.bb > 1e-28);
+  // Non-finite, or squares near the ends of float32's range or beyond them: again, in float64.
+  const bool in_range = sums.ss + sums.bb < 1e37 && (sums.ss > 1e-28 || all_zero(s, d)) &&
+                        (sums.bb > 1e-28 || all_zero(b, d));
   if (!in_range) return residual_row_portable(s, b, d);
   const TokenSums tail = residual_row_portable(s + i, b + i, d - i);
   return {sums.ss + tail.ss, sums.bb + tail.bb, sums.sb + tail.sb, sums.noop + tail.noop};

@@ -49,7 +49,7 @@ def residual_stats(
                                                          bf16(s + b) == bf16(s) and b != 0
 
     Both angles come from the Gram determinant of s and b, so they stay right where s and a are nearly
-    parallel.
+    parallel. In the angle, eps only decides that a zero stream or sum is at 1/2.
 
     s, b: [..., d], one shape and dtype (float32, float16, bfloat16); a token is an index into the leading
         dimensions, flattened.
@@ -121,13 +121,14 @@ def _residual_reference(
     gram_T = (ss_T * bb_T - sb_T.square()).clamp_min(0)
     gap_T = torch.where(sa_T > 0, gram_T / (p_T + sa_T), p_T - sa_T)
     importance_T = ((gap_T + EPS) / (p_T + EPS)).clamp(0, 2)
+    half_sine_T = torch.where(p_T > 0, gap_T / (2 * p_T), 0.5).clamp(0, 1).sqrt()
     quantities_QT = torch.stack(
         [
             b_norm_T / (s_norm_T + EPS),
             s_norm_T,
             b_norm_T,
             importance_T,
-            2 / math.pi * (importance_T / 2).sqrt().asin(),
+            2 / math.pi * half_sine_T.asin(),
             noop_T / max(d, 1),
         ]
     )
