@@ -70,9 +70,9 @@ def _batch_by_config(data_iterator: Iterator[dict[str, Any]] | None, mtp: bool) 
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         assert data_iterator is not None
-        batch = next(data_iterator)
-        for key in BATCH_KEYS:
-            batch[key] = batch[key].cuda(non_blocking=True) if key in batch else None
+        loaded = next(data_iterator)
+        # The other keys stay behind: CP would slice BlendedDataset's dataset_id, which has no sequence.
+        batch = {key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in BATCH_KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),

@@ -20,7 +20,9 @@ class LossWatch:
     def __init__(self, session: ProbeSession) -> None:
         loss, sources = session.probes.get("loss"), session.probes.get("sources")
         self._loss = loss if isinstance(loss, LossProbe) else None
-        self._sources = sources if isinstance(sources, SourcesProbe) else None
+        # Only the ranks that count sources may need ids: on others a script reads no batch.
+        counted = session.topology.owns(("dp", "cp"))
+        self._sources = sources if isinstance(sources, SourcesProbe) and counted else None
         if self._loss is not None:
             self._observe_loss = session.guard(self._loss, self._show_loss)
         if self._sources is not None:
