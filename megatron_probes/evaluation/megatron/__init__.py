@@ -1,0 +1,17 @@
+"""Everything here that knows Megatron: checkpoints, models in any layout, scoring, use inside training."""
+
+from megatron_probes.evaluation.megatron.checkpoint import Checkpoint, find_checkpoints
+from megatron_probes.evaluation.megatron.in_loop import evaluate_in_loop
+from megatron_probes.evaluation.megatron.layout import Layout
+from megatron_probes.evaluation.megatron.model import LoadedModel, load_model
+from megatron_probes.evaluation.megatron.scorer import MegatronScorer
+
+__all__ = [
+    "Checkpoint",
+    "Layout",
+    "LoadedModel",
+    "MegatronScorer",
+    "evaluate_in_loop",
+    "find_checkpoints",
+    "load_model",
+]

@@ -1,0 +1,112 @@
+"""The user's scorer, in a process of its own for every call, with limits of time and memory.
+
+It guards against mistakes and against code that runs away, such as generated programs. It is no prison: what
+must not read the machine's files or its network belongs into a container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_probes.evaluation.documents import Item
+from megatron_probes.evaluation.suite import SuiteError
+
+_CHILD = """
+import json, os, resource, runpy, sys
+file, function, memory, seconds, result = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, 1 << 24))
+call = json.load(sys.stdin)
+score = runpy.run_path(file)[function](call["item"], call["text"])
+os.write(result, json.dumps(float(score)).encode())
+os.close(result)
+"""
+_MOST_MESSAGE = 200
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a scorer said of one text; a call that failed scores 0 and names the problem."""
+
+    score: float
+    problem: str | None = None
+
+
+class UserScorer:
+    """``file.py:function(item, text)``, called with the item's fields and the generated text.
+
+    It returns a score from 0 to 1, or a bool. Raises ``SuiteError`` unless ``allowed``.
+    """
+
+    def __init__(
+        self,
+        scorer: str,
+        *,
+        allowed: bool,
+        time_limit_s: float = 10.0,
+        memory_limit_mb: int = 1024,
+    ) -> None:
+        if not allowed:
+            raise SuiteError(
+                f"scorer {scorer}: the suite runs code, and may run what the model wrote; "
+                "if that is what you want give --run-scorers"
+            )
+        self._file, _, self._function = scorer.rpartition(":")
+        self._time_limit_s = time_limit_s
+        self._memory = memory_limit_mb << 20
+
+    def scores(self, calls: Sequence[tuple[Item, str]]) -> list[Verdict]:
+        """Verdicts of ``calls``, each an item and the generated text."""
+        return [self._verdict(json.dumps({"item": dict(item.fields), "text": text})) for item, text in calls]
+
+    def _verdict(self, call: str) -> Verdict:
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb") as results, tempfile.TemporaryDirectory() as folder:
+            seconds = math.ceil(self._time_limit_s)
+            limits = [str(self._memory), str(seconds), str(writer)]
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _CHILD, os.path.abspath(self._file), self._function, *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=(writer,),
+                cwd=folder,
+                env={"PATH": os.defpath},
+                start_new_session=True,
+            )
+            os.close(writer)
+            try:
+                _, errors = process.communicate(call, timeout=self._time_limit_s)
+            except subprocess.TimeoutExpired:
+                return Verdict(0.0, f"took longer than {self._time_limit_s:g} s")
+            finally:
+                # Children that it left behind hold the pipes open and may run on.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            return _read(results.read(), process.returncode, errors)
+
+
+def _read(result: bytes, returncode: int, errors: str) -> Verdict:
+    try:
+        score: Any = json.loads(result)
+    except ValueError:
+        lines = errors.strip().splitlines()
+        how = lines[-1] if lines else f"ended with exit status {returncode} and without a score"
+        return Verdict(0.0, how[:_MOST_MESSAGE])
+    if not isinstance(score, float) or not 0.0 <= score <= 1.0:
+        return Verdict(0.0, f"returned {score}: a score must lie from 0 to 1")
+    return Verdict(score)
