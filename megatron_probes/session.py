@@ -23,7 +23,7 @@ import torch
 from megatron_probes.catalog import Priority
 from megatron_probes.config import ProbeConfig
 from megatron_probes.ledger import Kind, Ledger, Outbox, Payload, Slot, Source
-from megatron_probes.probes import Facts, LossProbe, Probe
+from megatron_probes.probes import Facts, HeldOutProbe, LossProbe, Probe
 from megatron_probes.schedule import Schedule
 from megatron_probes.sinks import Manifest, Pipeline, Sink, StepRecord
 from megatron_probes.topology import Topology
@@ -93,6 +93,7 @@ class ProbeSession:
         device: torch.device,
         probes: Sequence[Probe],
         *,
+        held_out: HeldOutProbe | None = None,
         start_step: int = 0,
     ) -> None:
         self.config = config
@@ -101,19 +102,11 @@ class ProbeSession:
         self.ledger = Ledger(topology, device)
         self._schedule = Schedule(config.sample_every)
         self._failed: set[str] = set()
-        self._failure_slots: dict[str, Slot] = {}
-        for probe in probes:
-            probe.declare(self.ledger)
-            self._failure_slots[probe.family] = self.ledger.declare(
-                f"probe/failed/{probe.family}",
-                family="probe",
-                kind=Kind.SUM,
-                axes=("dp", "cp", "tp", "pp"),
-                source=Source.HOST,
-            )
-        self.ledger.freeze()
-        for probe in probes:
-            probe.on_frozen(device)
+        self._failure_slots = _declare(self.ledger, probes)
+        self.held_out = held_out
+        self.evaluation_ledger = Ledger(topology, device)
+        held_out_probes = [] if held_out is None else [held_out]
+        self._evaluation_failure_slots = _declare(self.evaluation_ledger, held_out_probes)
         self._step = start_step
         self._priority = Priority.P0
         self._step_started_s = 0.0
@@ -158,6 +151,23 @@ class ProbeSession:
         self.ledger.reduce(self._priority)
         if self._writer is not None:
             self._writer.put(facts, self._priority)
+
+    def evaluation_begin(self) -> None:
+        """A held-out set is about to be run; never inside a training step."""
+        if self.held_out is not None:
+            self.evaluation_ledger.reset()
+            self.held_out.gate.set(None if self.held_out.family in self._failed else Priority.P0)
+
+    def evaluation_end(self, name: str | None) -> None:
+        """The held-out set ``name`` was run; None gives up what was added. Collective over all ranks."""
+        if self.held_out is None:
+            return
+        self.held_out.gate.set(None)
+        for family, slot in self._evaluation_failure_slots.items():
+            self.evaluation_ledger.set_host(slot, float(family in self._failed))
+        self.evaluation_ledger.reduce(Priority.P0)
+        if self._writer is not None and name is not None:
+            self._writer.put_evaluation(name, self.held_out)
 
     def guard(self, probe: Probe, call: Callable[P, None]) -> Callable[P, None]:
         """``call`` with its exceptions kept from training: the first one switches the probe off."""
@@ -247,6 +257,24 @@ class ProbeSession:
             self._writer = None
 
 
+def _declare(ledger: Ledger, probes: Sequence[Probe]) -> dict[str, Slot]:
+    """Declares the probes' slots and each family's failure count, and freezes the ledger."""
+    failure_slots = {}
+    for probe in probes:
+        probe.declare(ledger)
+        failure_slots[probe.family] = ledger.declare(
+            f"probe/failed/{probe.family}",
+            family="probe",
+            kind=Kind.SUM,
+            axes=("dp", "cp", "tp", "pp"),
+            source=Source.HOST,
+        )
+    ledger.freeze()
+    for probe in probes:
+        probe.on_frozen(ledger.device)
+    return failure_slots
+
+
 class _Writer:
     """The writing rank's half: the outbox, and the background thread's work on each step."""
 
@@ -255,6 +283,7 @@ class _Writer:
         self._sinks = sinks
         self._attempt = manifest.attempt
         self._outbox = Outbox(session.ledger, write_every=session.config.write_every)
+        self._evaluations = Outbox(session.evaluation_ledger, write_every=1)
         self._facts: dict[int, Facts] = {}
         self._disabled: set[str] = set()
         self._state = JobState.STARTING
@@ -290,6 +319,18 @@ class _Writer:
     def enter(self, state: JobState, step: int) -> None:
         self._state, self._moved_s = state, time.monotonic()
         self.add_late(step, {"job/state": int(state)})
+
+    def put_evaluation(self, name: str, probe: HeldOutProbe) -> None:
+        """Hands the reduced sums of a held-out set to the step after which it was run."""
+        step = self._session.last_step
+        self._evaluations.put(step, Priority.P0)
+        for payload in self._evaluations.collect(wait=True):
+            parts = self._session.evaluation_ledger.unpack(payload.cells)
+            values: dict[str, int | float] = {}
+            if parts[f"probe/failed/{probe.family}"][0] == 0:
+                probe.finalize_set(name, parts, values)
+            if values:
+                self.add_late(step, values)
 
     def add_late(self, step: int, values: Mapping[str, int | float]) -> None:
         now = time.time()

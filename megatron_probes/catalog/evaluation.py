@@ -20,6 +20,7 @@ def _metric(
     priority: Priority = Priority.P0,
     reduction: Reduction = Reduction.RATIO,
     first_screen: int | None = None,
+    planned: bool = True,
 ) -> MetricSpec:
     return MetricSpec(
         tag=tag,
@@ -33,7 +34,7 @@ def _metric(
         axes=("dp", "cp"),
         unit=unit,
         meaning=meaning,
-        planned=True,
+        planned=planned,
         first_screen=first_screen,
     )
 
@@ -46,6 +47,7 @@ _EVALUATION = (
         "valid targets",
         "nats",
         "Mean loss over all held-out valid targets, not a mean of batch means.",
+        planned=False,
     ),
     _metric(
         "eval/{set}/ppl",
@@ -54,6 +56,7 @@ _EVALUATION = (
         None,
         "1",
         "Perplexity without a silent cap; compares only under one tokenizer and normalisation.",
+        planned=False,
     ),
     _metric(
         "eval/{set}/bpb",
@@ -63,6 +66,7 @@ _EVALUATION = (
         "bits/byte",
         "Bits per byte: the default between runs, whatever their tokenizers.",
         first_screen=13,
+        planned=False,
     ),
     _metric(
         "eval/{task}/accuracy",

@@ -178,6 +178,17 @@ class ExpertsConfig(Section):
     enabled: Enabled = True
 
 
+class HeldOutConfig(Section):
+    """The held-out loss inside Megatron's own evaluation (Specification, section 10)."""
+
+    enabled: Enabled = True
+    token_bytes: Literal["auto", "bytes", "none"] = Field(
+        default="auto",
+        description="Where bits per byte take the original bytes of each token from: `auto` the tokenizer's "
+        "own file, `bytes` ids below 256 that are bytes of UTF-8, `none` no bits per byte.",
+    )
+
+
 class RecordConfig(Section):
     """The exact record: one JSON line a step, all digits kept."""
 
@@ -249,6 +260,7 @@ class ProbeConfig(Section):
     )
     tensors: TensorsConfig = Field(default_factory=TensorsConfig, description="Statistics of tensors.")
     experts: ExpertsConfig = Field(default_factory=ExpertsConfig, description="The load of the experts.")
+    held_out: HeldOutConfig = Field(default_factory=HeldOutConfig, description="The held-out loss.")
     sources: Names = Field(
         default=(),
         description="Names of the data sources in the order of the blend; ids outside the list count as "

@@ -3,6 +3,7 @@
 from megatron_probes.probes.base import Facts, Gate, Parts, Probe
 from megatron_probes.probes.experts import ExpertsProbe, MoELayer
 from megatron_probes.probes.gradient import GradientGroup, GradientProbe
+from megatron_probes.probes.held_out import HeldOutProbe
 from megatron_probes.probes.loss import LossProbe
 from megatron_probes.probes.recovery import RecoveryProbe
 from megatron_probes.probes.sources import SourcesProbe
@@ -16,6 +17,7 @@ __all__ = [
     "Gate",
     "GradientGroup",
     "GradientProbe",
+    "HeldOutProbe",
     "LossProbe",
     "MoELayer",
     "Parts",

@@ -17,6 +17,7 @@ import megatron_probes
 from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop
 from megatron_probes.adapters.megatron_lm.bindings import Binding, decide_bindings, logs_memory, self_check
 from megatron_probes.adapters.megatron_lm.flag import OPTION, requested_config
+from megatron_probes.adapters.megatron_lm.held_out import EvaluationWatch, progress_hint, token_bytes
 from megatron_probes.adapters.megatron_lm.layout import build_topology
 from megatron_probes.adapters.megatron_lm.model_shape import UncountedModel, model_shape
 from megatron_probes.adapters.megatron_lm.observed import ObservedModel, observe_model
@@ -26,6 +27,7 @@ from megatron_probes.formulas.flops import CONVENTION, ModelShape
 from megatron_probes.probes import (
     ExpertsProbe,
     GradientProbe,
+    HeldOutProbe,
     LossProbe,
     Probe,
     RecoveryProbe,
@@ -63,12 +65,14 @@ def attach(model: list[Any], optimizer: Any, args: argparse.Namespace) -> ProbeS
         topology,
         device,
         _build_probes(config, topology, bindings, observed, args, device),
+        held_out=_build_held_out(config, bindings, args),
         start_step=args.iteration,
     )
     resume = checkpoint.load_sidecar(session, args)
-    _install_hooks(session, model, optimizer, args, observed)
+    evaluations = EvaluationWatch(session, args)
+    _install_hooks(session, model, optimizer, args, observed, evaluations)
     shape = _shape(args, bindings)
-    loop.watch_loop(session, args, shape, observed.replication_check)
+    loop.watch_loop(session, args, shape, observed.replication_check, evaluations)
     versions = _versions()
     if args.rank == args.world_size - 1:
         _start_writing(session, config, args, output_dir, versions, shape)
@@ -115,12 +119,24 @@ def _build_probes(
     return [probe for probe in probes if bindings[probe.family].status != "off"]
 
 
+def _build_held_out(
+    config: ProbeConfig, bindings: dict[str, Binding], args: argparse.Namespace
+) -> HeldOutProbe | None:
+    if bindings["evaluation"].status == "off":
+        return None
+    lengths, why_none = token_bytes(config.held_out, args, args.padded_vocab_size)
+    reason = "; ".join(filter(None, (why_none, progress_hint(args))))
+    bindings["evaluation"] = Binding("evaluation", "bound" if lengths else "degraded", reason)
+    return HeldOutProbe(lengths)
+
+
 def _install_hooks(
     session: ProbeSession,
     model: list[Any],
     optimizer: Any,
     args: argparse.Namespace,
     observed: ObservedModel,
+    evaluations: EvaluationWatch,
 ) -> None:
     from megatron.core.utils import unwrap_model
 
@@ -129,9 +145,10 @@ def _install_hooks(
         hooks.watch_gradients(
             session, gradient, optimizer, observed.gradient_slices, observed.replication_check
         )
-    if isinstance(tensors, TensorsProbe):
-        for chunk in (unwrap_model(chunk) for chunk in model):
-            if getattr(chunk, "post_process", False):
+    for chunk in (unwrap_model(chunk) for chunk in model):
+        if getattr(chunk, "post_process", False):
+            evaluations.watch_labels(chunk)
+            if isinstance(tensors, TensorsProbe):
                 hooks.watch_logits(session, tensors, chunk, _vocab_size(args))
     if isinstance(experts, ExpertsProbe):
         hooks.watch_routers(session, experts, observed.routers)

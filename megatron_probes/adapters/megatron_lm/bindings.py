@@ -21,16 +21,26 @@ class Binding:
     reason: str = ""
 
 
+FAMILIES = (
+    "loss",
+    "sources",
+    "gradient",
+    "recovery",
+    "stability",
+    "system",
+    "tensors",
+    "experts",
+    "evaluation",
+)
+
+
 def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, Binding]:
     """What the configuration and Megatron's arguments allow, by family.
 
     A number that cannot be right is not shown: a mode in which a probe cannot see its tensor switches
     the family off by name.
     """
-    bindings = {
-        family: Binding(family, "bound")
-        for family in ("loss", "sources", "gradient", "recovery", "stability", "system", "tensors", "experts")
-    }
+    bindings = {family: Binding(family, "bound") for family in FAMILIES}
 
     def off(family: str, reason: str) -> None:
         if bindings[family].status != "off":
@@ -39,13 +49,13 @@ def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, 
     for family in ("loss", "gradient", "stability", "system", "tensors", "experts"):
         if not getattr(config, family).enabled:
             off(family, f"{family}.enabled is false")
-
+    if not config.held_out.enabled:
+        off("evaluation", "held_out.enabled is false")
     if not config.sources:
         off("sources", "the config lists no sources")
-    graph = _cuda_graph_mode(args)
-    if graph is not None:
-        for family in ("loss", "sources", "tensors", "experts"):
-            off(family, f"{graph}: captured code runs no hooks")
+    graph, hidden = _cuda_graph(args)
+    for family in hidden:
+        off(family, f"{graph}: captured code runs no hooks")
     if getattr(args, "optimizer_cuda_graph", False):
         off("gradient", "--optimizer-cuda-graph: the captured optimizer step runs no hooks")
     for option in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"):
@@ -68,14 +78,20 @@ def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, 
     return bindings
 
 
-def _cuda_graph_mode(args: argparse.Namespace) -> str | None:
-    implementation = getattr(args, "cuda_graph_impl", None)
-    if implementation not in (None, "none"):
-        return f"--cuda-graph-impl {implementation}"
-    for option in ("enable_cuda_graph", "external_cuda_graph"):
-        if getattr(args, option, False):
-            return f"--{option.replace('_', '-')}"
-    return None
+def _cuda_graph(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
+    """The option that captures CUDA graphs, and the families whose tensors its graphs hide."""
+    implementation = getattr(args, "cuda_graph_impl", None) or "none"
+    option = f"--cuda-graph-impl {implementation}"
+    for older in ("enable_cuda_graph", "external_cuda_graph"):
+        if getattr(args, older, False):
+            option, implementation = f"--{older.replace('_', '-')}", "layers"
+    if implementation == "none":
+        return "", ()
+    # Core 0.17 names the whole iteration as a scope, later versions as an implementation.
+    scopes = str(getattr(args, "cuda_graph_scope", None) or "")
+    if implementation == "full_iteration" or "full_iteration" in scopes:
+        return option, ("loss", "sources", "tensors", "experts", "evaluation")
+    return option, ("experts",)
 
 
 def logs_memory(args: argparse.Namespace) -> bool:

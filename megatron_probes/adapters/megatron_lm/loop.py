@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_probes.adapters.megatron_lm import checkpoint
 from megatron_probes.adapters.megatron_lm.gradients import ReplicationCheck
+from megatron_probes.adapters.megatron_lm.held_out import EvaluationWatch
 from megatron_probes.adapters.megatron_lm.losses import LossWatch
 from megatron_probes.adapters.megatron_lm.model_shape import flops_of_batch
 from megatron_probes.formulas.flops import ModelShape
@@ -28,6 +29,7 @@ def watch_loop(
     args: argparse.Namespace,
     shape: ModelShape | None,
     check: ReplicationCheck | None,
+    evaluations: EvaluationWatch,
 ) -> None:
     """Rebinds the loop's functions to ones that tell the session; once per process.
 
@@ -38,7 +40,8 @@ def watch_loop(
     loop = _Loop(session, args, shape, check)
     training.train_step = loop.watch_train_step(training.train_step)
     training.training_log = loop.watch_training_log(training.training_log)
-    training.evaluate = loop.watch_state(training.evaluate, JobState.EVALUATING)
+    training.evaluate = loop.watch_state(evaluations.watch_evaluate(training.evaluate), JobState.EVALUATING)
+    training.evaluate_and_print_results = evaluations.watch_caller(training.evaluate_and_print_results)
     training.save_checkpoint = loop.watch_save(training.save_checkpoint)
     training.train = loop.watch_train(training.train)
     atexit.register(session.close)
