@@ -66,6 +66,7 @@ def fork_ranks(
     timeout_s: float,
     log_dir: str | Path | None = None,
     env: Mapping[str, str] | None = None,
+    preloaded: bool = False,
 ) -> list[T]:
     """Results of `fn(rank)`, each from a process of its own forked from this one, in the order of ranks.
 
@@ -73,10 +74,14 @@ def fork_ranks(
     group is made (see `gloo_process_group`). Results must be picklable; `fn` needn't be. A rank that calls
     sys.exit(0) returns None. With `log_dir`, rank r writes its output to `log_dir/rank{r}.log`.
 
+    With `preloaded`, ranks are forked from a server process on which `preload` ran, started at the first such
+    call: the runtime replaces nothing in this process, and `fn` must be picklable too.
+
     Raises RankError for the rank that failed first, and RankTimeout after `timeout_s`, once all ranks are
     killed; RuntimeError when this process holds a process group.
     """
-    with _Ranks(fn, world_size, None if log_dir is None else Path(log_dir), dict(env or {})) as ranks:
+    logs = None if log_dir is None else Path(log_dir)
+    with _Ranks(fn, world_size, logs, dict(env or {}), preloaded) as ranks:
         return ranks.results(timeout_s)
 
 
@@ -104,7 +109,12 @@ class _Ranks:
     """The processes of one layout, and the store at which they meet."""
 
     def __init__(
-        self, fn: Callable[[int], Any], world_size: int, log_dir: Path | None, env: dict[str, str]
+        self,
+        fn: Callable[[int], Any],
+        world_size: int,
+        log_dir: Path | None,
+        env: dict[str, str],
+        preloaded: bool,
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -118,7 +128,9 @@ class _Ranks:
         self._processes = []
         self._outcomes: list[Connection] = []
         ports = []
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("forkserver" if preloaded else "fork")
+        if preloaded:
+            context.set_forkserver_preload(["megatron_probes.cpu.preloaded"])
         _flush()
         for rank in range(world_size):
             place = {

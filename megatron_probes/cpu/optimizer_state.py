@@ -1,6 +1,6 @@
 """Loading a checkpoint of the distributed optimizer into torch's Adam, Megatron's fallback without TE.
 
-TE's FusedAdam counts steps in its parameter groups. torch's Adam counts them in the state of each parameter, and
+TE's FusedAdam counts steps in its parameter groups. torch's Adam counts them in the state of each parameter:
 Megatron reads that state before a first step has made it, overwrites the loaded counts with the old ones, and
 leaves all parameters with one counter tensor, which each of them would advance.
 """
