@@ -95,8 +95,8 @@ static TokenSums residual_row(const T* s, const T* b, int64_t d) {
   }
   TokenSums sums{total(ss), total(bb), total(sb), total(noop)};
   // Non-finite, or squares near the ends of float32's range or beyond them: again, in float64.
-  const bool in_range = sums.ss + sums.bb < 1e37 && (sums.ss > 1e-28 || all_zero(s, d)) &&
-                        (sums.bb > 1e-28 || all_zero(b, d));
+  const bool in_range =
+      sums.ss + sums.bb < 1e37 && (sums.ss > 1e-28 || all_zero(s, d)) && (sums.bb > 1e-28 || all_zero(b, d));
   if (!in_range) return residual_row_portable(s, b, d);
   const TokenSums tail = residual_row_portable(s + i, b + i, d - i);
   return {sums.ss + tail.ss, sums.bb + tail.bb, sums.sb + tail.sb, sums.noop + tail.noop};
