@@ -266,6 +266,14 @@ class ProbeConfig(Section):
         description="Names of the data sources in the order of the blend; ids outside the list count as "
         f"`{OTHER_SOURCE}`. In tags they stand in snake_case.",
     )
+    source_function: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="`module:function` that is given a batch of the data loader and returns the index into "
+        "`sources` of each sample [batch] or token [batch, sequence], for loaders other than Megatron's "
+        "blended one.",
+        json_schema_extra=_fix("Write it as `module:function`, importable where the training runs."),
+    )
     modalities: Names = Field(
         default=(),
         description="Names of the modalities; in tags they stand in snake_case. Planned: no probe reads "

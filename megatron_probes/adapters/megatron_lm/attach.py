@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -16,13 +15,14 @@ import torch
 import megatron_probes
 from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop
 from megatron_probes.adapters.megatron_lm.bindings import Binding, decide_bindings, logs_memory, self_check
-from megatron_probes.adapters.megatron_lm.flag import OPTION, requested_config
+from megatron_probes.adapters.megatron_lm.flag import refusing_bad_config, requested_config
 from megatron_probes.adapters.megatron_lm.held_out import EvaluationWatch, progress_hint, token_bytes
 from megatron_probes.adapters.megatron_lm.layout import build_topology
+from megatron_probes.adapters.megatron_lm.losses import LossWatch, load_source_function
 from megatron_probes.adapters.megatron_lm.model_shape import UncountedModel, model_shape
 from megatron_probes.adapters.megatron_lm.observed import ObservedModel, observe_model
 from megatron_probes.catalog import CATALOG
-from megatron_probes.config import ProbeConfig, load_config
+from megatron_probes.config import ConfigError, ProbeConfig, load_config
 from megatron_probes.formulas.flops import CONVENTION, ModelShape
 from megatron_probes.probes import (
     ExpertsProbe,
@@ -55,7 +55,9 @@ def attach(model: list[Any], optimizer: Any, args: argparse.Namespace) -> ProbeS
     if path is None or optimizer is None or _session is not None:
         return _session
     config = load_config(path)
-    output_dir = _output_dir(config, args)
+    with refusing_bad_config():
+        output_dir = _output_dir(config, args)
+        source_function = load_source_function(config.source_function)
     device = next(model[0].parameters()).device
     topology = build_topology(model, args, device)
     bindings = decide_bindings(config, args)
@@ -72,7 +74,8 @@ def attach(model: list[Any], optimizer: Any, args: argparse.Namespace) -> ProbeS
     evaluations = EvaluationWatch(session, args)
     _install_hooks(session, model, optimizer, args, observed, evaluations)
     shape = _shape(args, bindings)
-    loop.watch_loop(session, args, shape, observed.replication_check, evaluations)
+    losses = LossWatch(session, source_function)
+    loop.watch_loop(session, args, shape, observed.replication_check, losses, evaluations)
     versions = _versions()
     if args.rank == args.world_size - 1:
         _start_writing(session, config, args, output_dir, versions, shape)
@@ -176,14 +179,12 @@ def _output_dir(config: ProbeConfig, args: argparse.Namespace) -> Path:
         return Path(config.output_dir)
     if getattr(args, "tensorboard_dir", None):
         return Path(args.tensorboard_dir) / "probes"
-    if args.rank == 0:
-        print(
-            f"{OPTION}: output_dir: not set, and Megatron has no --tensorboard-dir to put the probes' output "
-            "under. Set output_dir in the file or pass --tensorboard-dir.",
-            file=sys.stderr,
-            flush=True,
-        )
-    raise SystemExit(2)
+    raise ConfigError(
+        [
+            "output_dir: not set, and Megatron has no --tensorboard-dir to put the probes' output under. "
+            "Set output_dir in the file or pass --tensorboard-dir."
+        ]
+    )
 
 
 def _start_writing(

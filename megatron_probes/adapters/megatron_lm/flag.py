@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 from megatron_probes.config import ConfigError, load_config
 
 OPTION = "--probe-config"
+
+
+@contextlib.contextmanager
+def refusing_bad_config() -> Iterator[None]:
+    """Ends every rank with status 2 on a ConfigError; rank 0 says why, without a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{OPTION}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 def probe_config_path(path: str) -> str:
@@ -17,12 +30,8 @@ def probe_config_path(path: str) -> str:
     An invalid file ends every rank with status 2 before a model is built; rank 0 says why. The value stays
     a plain string because Megatron pickles its arguments into every checkpoint.
     """
-    try:
+    with refusing_bad_config():
         load_config(path)
-    except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"{OPTION}: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
     return path
 
 

@@ -29,6 +29,7 @@ def watch_loop(
     args: argparse.Namespace,
     shape: ModelShape | None,
     check: ReplicationCheck | None,
+    losses: LossWatch,
     evaluations: EvaluationWatch,
 ) -> None:
     """Rebinds the loop's functions to ones that tell the session; once per process.
@@ -37,7 +38,7 @@ def watch_loop(
     """
     from megatron.training import training
 
-    loop = _Loop(session, args, shape, check)
+    loop = _Loop(session, args, shape, check, losses)
     training.train_step = loop.watch_train_step(training.train_step)
     training.training_log = loop.watch_training_log(training.training_log)
     training.evaluate = loop.watch_state(evaluations.watch_evaluate(training.evaluate), JobState.EVALUATING)
@@ -54,8 +55,10 @@ class _Loop:
         args: argparse.Namespace,
         shape: ModelShape | None,
         check: ReplicationCheck | None,
+        losses: LossWatch,
     ) -> None:
         self._session = session
+        self._losses = losses
         self._check = check
         self._args = args
         self._shape = shape
@@ -64,7 +67,6 @@ class _Loop:
 
     def watch_train_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         session, signature = self._session, inspect.signature(train_step)
-        losses = LossWatch(session)
 
         @functools.wraps(train_step)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +74,7 @@ class _Loop:
             call = bound.arguments
             step = call["iteration"] + 1
             learning_rate = _learning_rate(call["optimizer"])
-            call["forward_step_func"] = losses.wrap(call["forward_step_func"])
+            call["forward_step_func"] = self._losses.wrap(call["forward_step_func"])
             call["forward_backward_func"] = self._watch_pass(call["forward_backward_func"])
             if self._check is not None:
                 self._check.report()

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from megatron_probes.config import ConfigError
 from megatron_probes.probes import LossProbe, SourcesProbe
 from megatron_probes.session import ProbeSession
 
 ForwardStep = Callable[..., Any]
+SourceFunction = Callable[[Any], torch.Tensor]
+
+
+def load_source_function(name: str | None) -> SourceFunction | None:
+    """The function that ``source_function: module:function`` names.
+
+    Raises ConfigError when it cannot be imported or called.
+    """
+    if name is None:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            [f"source_function: {name!r} can't be imported ({error}). Put its module on PYTHONPATH."]
+        ) from None
+    if not callable(function):
+        raise ConfigError([f"source_function: {name!r} is no function."])
+    return function
 
 
 class LossWatch:
     """Wraps ``forward_step_func``: shows each micro-batch's losses to the loss and the source probe."""
 
-    def __init__(self, session: ProbeSession) -> None:
+    def __init__(self, session: ProbeSession, source_function: SourceFunction | None = None) -> None:
+        self._source_function = source_function
         loss, sources = session.probes.get("loss"), session.probes.get("sources")
         self._loss = loss if isinstance(loss, LossProbe) else None
         # Only the ranks that count sources may need ids: on others a script reads no batch.
@@ -57,8 +80,16 @@ class LossWatch:
 
     def _show_sources(self, losses: torch.Tensor, loss_func: Callable[..., Any], batch: Any) -> None:
         assert self._sources is not None
-        mask = loss_mask(loss_func, losses)
-        self._sources.observe(losses, mask, _source_ids(batch, self._sources.num_named, losses))
+        if self._source_function is not None:
+            ids = self._source_function(batch)
+        else:
+            ids = _source_ids(batch, self._sources.num_named, losses)
+        if ids.dim() > 1 and ids.numel() != losses.numel():
+            raise ValueError(
+                f"source ids of shape {tuple(ids.shape)} do not fit losses of shape {tuple(losses.shape)}: "
+                "with context parallelism give one id a sample"
+            )
+        self._sources.observe(losses, loss_mask(loss_func, losses), ids)
 
 
 class _BatchTap:
