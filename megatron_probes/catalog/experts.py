@@ -102,10 +102,10 @@ METRICS = (
         reduction=Reduction.RATIO,
         axes=_TOKEN_AXES,
         unit="1",
-        meaning="Load-balancing loss without its coefficient; a balanced router gives 1.",
+        meaning="Megatron's own micro-batch load-balancing loss without its coefficient, where it balances "
+        "the router; a balanced router gives 1.",
         reads_high="Load and router probability pile up on the same experts.",
         layout_dependent=True,
-        planned=True,
     ),
     *(
         MetricSpec(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatron_probes import ops
@@ -40,6 +39,7 @@ class ExpertsProbe(Probe):
         self._layers = tuple(layers)
         self._drops_tokens = drops_tokens
         self._counts: dict[str, Slot] = {}
+        self._aux_losses: dict[str, Slot] = {}
 
     def declare(self, ledger: Ledger) -> None:
         # With sequence parallelism the router sees a slice of the tokens on every tp rank.
@@ -51,6 +51,14 @@ class ExpertsProbe(Probe):
                 kind=Kind.SUM,
                 axes=axes,
                 width=layer.num_experts,
+            )
+            self._aux_losses[layer.name] = ledger.declare(
+                f"moe/{layer.name}/aux_loss",
+                family=self.family,
+                kind=Kind.SUM,
+                axes=("dp", "cp", "tp"),
+                width=2,
+                priority=Priority.P1,
             )
         if self._drops_tokens:
             self._dropped = ledger.declare(
@@ -85,6 +93,18 @@ class ExpertsProbe(Probe):
         self._dropped.cells[0].add_((valid & ~kept).sum())
         self._dropped.cells[1].add_(valid.sum())
 
+    @torch.no_grad()
+    def observe_aux_loss(self, layer: str, partial: torch.Tensor) -> None:
+        """Adds this rank's part of one micro-batch's load-balancing loss, without its coefficient.
+
+        The parts of the tp x cp ranks that share the micro-batch add up to E * sum f_i P_i; the first of
+        them counts the micro-batch.
+        """
+        cells = self._aux_losses[layer].cells
+        cells[0:1].add_(partial.detach())
+        if self._topology.index("tp") == 0 and self._topology.index("cp") == 0:
+            cells[1:2].add_(1.0)
+
     def finalize(self, parts: Parts, facts: Facts, values: Values) -> None:
         shards = self._topology.size("ep")
         worst: float | None = None
@@ -97,7 +117,7 @@ class ExpertsProbe(Probe):
             values[f"moe/{layer.name}/max_vio"] = violation
             worst = violation if worst is None else max(worst, violation)
             if facts.priority >= Priority.P1:
-                self._finalize_entropy(layer, counts, values)
+                self._finalize_diagnosis(layer, parts, values)
             shard_violation = formulas.shard_max_vio(counts, shards)
             if shard_violation is not None:
                 worst_shard = shard_violation if worst_shard is None else max(worst_shard, shard_violation)
@@ -112,7 +132,12 @@ class ExpertsProbe(Probe):
             if fraction is not None:
                 values["moe/dropped_fraction"] = fraction
 
-    def _finalize_entropy(self, layer: MoELayer, counts: np.ndarray, values: Values) -> None:
+    def _finalize_diagnosis(self, layer: MoELayer, parts: Parts, values: Values) -> None:
+        counts = parts[f"moe/{layer.name}/tokens"]
+        total, micro_batches = map(float, parts[f"moe/{layer.name}/aux_loss"])
+        aux_loss = ratio(total, micro_batches)
+        if aux_loss is not None:
+            values[f"moe/{layer.name}/aux_loss"] = aux_loss
         entropy, normalized = formulas.entropy(counts), formulas.entropy_norm(counts)
         if entropy is not None:
             values[f"moe/{layer.name}/entropy"] = entropy

@@ -4,6 +4,7 @@ its probe does not look at this step."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,28 @@ def watch_routers(session: ProbeSession, probe: ExpertsProbe, routers: Mapping[M
             _watch_router_output(probe, router, layer, observe)
         else:
             _watch_router_before_drop(probe, router, layer, observe, observe_dropped)
+        _watch_aux_loss(session, probe, router, layer)
+
+
+def _watch_aux_loss(session: ProbeSession, probe: ExpertsProbe, router: Any, layer: MoELayer) -> None:
+    """Megatron's own micro-batch load-balancing loss, where that is what balances the router.
+
+    Its expert counts are already summed over the ranks that share a micro-batch, which the probe could
+    not do without a collective of its own.
+    """
+    attach = router.attach_and_log_load_balancing_loss
+    signature = inspect.signature(attach)
+    gate, observe = probe.gate, session.guard(probe, probe.observe_aux_loss)
+
+    @functools.wraps(attach)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if gate.sampled:
+            call = signature.bind(*args, **kwargs).arguments
+            if call["aux_loss_name"] == "load_balancing_loss":
+                observe(layer.name, call["aux_loss"] / call["aux_loss_coeff"])
+        return attach(*args, **kwargs)
+
+    router.attach_and_log_load_balancing_loss = watched
 
 
 def _watch_router_output(
