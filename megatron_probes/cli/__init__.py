@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from megatron_probes.cli import check, patch
+from megatron_probes.cli import check, evaluate, patch
 
 __all__ = ["app", "main"]
 
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command(name="patch")(patch.patch_megatron)
 app.command(name="check")(check.check_config)
+app.command(name="evaluate")(evaluate.evaluate)
 
 
 def main() -> None:

@@ -73,15 +73,24 @@ class UserScorer:
 
     def _verdict(self, call: str) -> Verdict:
         reader, writer = os.pipe()
-        with os.fdopen(reader, "rb") as results, tempfile.TemporaryDirectory() as folder:
-            seconds = math.ceil(self._time_limit_s)
-            limits = [str(self._memory), str(seconds), str(writer)]
+        os.set_blocking(reader, False)  # a process that escaped may hold the other end
+        seconds = math.ceil(self._time_limit_s)
+        with (
+            os.fdopen(reader, "rb") as results,
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryFile() as errors,
+            tempfile.TemporaryFile() as given,
+        ):
+            given.write(call.encode())
+            given.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _CHILD, os.path.abspath(self._file), self._function, *limits],
-                stdin=subprocess.PIPE,
+                [
+                    *(sys.executable, "-I", "-c", _CHILD, os.path.abspath(self._file), self._function),
+                    *(str(self._memory), str(seconds), str(writer)),
+                ],
+                stdin=given,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=errors,
                 pass_fds=(writer,),
                 cwd=folder,
                 env={"PATH": os.defpath},
@@ -89,15 +98,15 @@ class UserScorer:
             )
             os.close(writer)
             try:
-                _, errors = process.communicate(call, timeout=self._time_limit_s)
+                process.wait(self._time_limit_s)
             except subprocess.TimeoutExpired:
                 return Verdict(0.0, f"took longer than {self._time_limit_s:g} s")
             finally:
-                # Children that it left behind hold the pipes open and may run on.
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # what it started may run on
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            return _read(results.read(), process.returncode, errors)
+            errors.seek(0)
+            return _read(results.read() or b"", process.returncode, errors.read().decode(errors="replace"))
 
 
 def _read(result: bytes, returncode: int, errors: str) -> Verdict:

@@ -70,6 +70,11 @@ _NO_OVERLAP: dict[str, Any] = {
     "delay_wgrad_compute": False,
     "context_parallel_size": 1,
     "hierarchical_context_parallel_sizes": None,
+    # weights further split than tensors, which are gathered for each use
+    "tensor_parallel_num_weight_shards": None,
+    "gtp_weight_remat_size": 1,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "expert_gtp_weight_remat_size": 1,
 }
 _EVEN_STAGES: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
@@ -135,19 +140,13 @@ def _expert_tp(layout: Layout, checkpoint: Checkpoint) -> int:
     return layout.tp if layout.dp % layout.ep == 0 else 1
 
 
-def load_model(checkpoint: Checkpoint, layout: Layout) -> LoadedModel:
-    """Return this rank's part of the model in ``checkpoint``, in float32, ready to evaluate.
+def build_model(checkpoint: Checkpoint, layout: Layout) -> LoadedModel:
+    """Return this rank's part of a model of the shape in ``checkpoint``, in float32, with no weights yet.
 
-    ``initialize`` was called before. Raises ``SuiteError`` for a model that isn't a GPT of Megatron's own
-    layers, and where weights are missing.
+    ``initialize`` was called before. Raises ``SuiteError`` for what isn't a GPT of Megatron's own layers.
     """
     args = _evaluation_args(checkpoint, layout)
-    chunks = tuple(_build(args))
-    model = LoadedModel(chunks, args)
-    load_weights(model, checkpoint)
-    for chunk in chunks:
-        chunk.eval()
-    return model
+    return LoadedModel(tuple(chunk.eval() for chunk in _build(args)), args)
 
 
 def load_weights(model: LoadedModel, checkpoint: Checkpoint) -> None:
