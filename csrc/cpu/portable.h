@@ -19,10 +19,10 @@ struct ChunkSums {
 namespace megatron_probes::cpu::MP_ISA {
 
 template <class T>
-inline void add_portable(const T* x, int64_t n, double shift, ChunkSums& sums) {
+inline void add_block(const T* x, int64_t n, double shift, ChunkSums& sums) {
   Stats& s = sums.stats;
-  PowerSums& p = sums.powers;
-  s.numel += n;
+  double sum_abs = 0, sum_sq = 0;
+  PowerSums p;
   for (int64_t i = 0; i < n; ++i) {
     const float f = widen(x[i]);
     const uint32_t u = bits_of(f) & kAbsMask;
@@ -34,13 +34,27 @@ inline void add_portable(const T* x, int64_t n, double shift, ChunkSums& sums) {
     s.zeros += u == 0;
     s.abs_max = std::max(s.abs_max, u);
     const double v = f, d = v - shift, d2 = d * d;
-    s.sum_abs += std::fabs(v);
-    s.sum_sq += v * v;
+    sum_abs += std::fabs(v);
+    sum_sq += v * v;
     p.s1 += d;
     p.s2 += d2;
     p.s3 += d2 * d;
     p.s4 += d2 * d2;
   }
+  s.numel += n;
+  s.sum_abs += sum_abs;
+  s.sum_sq += sum_sq;
+  sums.powers.s1 += p.s1;
+  sums.powers.s2 += p.s2;
+  sums.powers.s3 += p.s3;
+  sums.powers.s4 += p.s4;
+}
+
+// In short blocks: a chain of additions over a whole chunk would lose 1e-12 where all elements are equal.
+template <class T>
+inline void add_portable(const T* x, int64_t n, double shift, ChunkSums& sums) {
+  constexpr int64_t kBlock = 1024;
+  for (int64_t i = 0; i < n; i += kBlock) add_block(x + i, std::min(kBlock, n - i), shift, sums);
 }
 
 // A value near the mean: the mean of 64 elements spread over the chunk, as a float. 0 when the mean is small against
