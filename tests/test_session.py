@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron_probes import session as session_module
+from megatron_probes import writer as writer_module
 from megatron_probes.catalog import CATALOG
 from megatron_probes.config import ProbeConfig
 from megatron_probes.probes import Facts, LossProbe, StabilityProbe, TensorsProbe
@@ -91,7 +91,7 @@ def test_what_the_job_did_next_joins_its_step(tmp_path):
 
 
 def test_a_step_that_does_not_end_is_a_stall(tmp_path, monkeypatch):
-    monkeypatch.setattr(session_module, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(writer_module, "STALL_SECONDS", 0.5)
     session = start(tmp_path)
     run_step(session, 1, [2.0])
     session.step_begin(2)

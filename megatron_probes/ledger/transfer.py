@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,26 +13,28 @@ from megatron_probes.catalog import Priority
 from megatron_probes.ledger.ledger import Ledger
 from megatron_probes.ledger.slot import Kind
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Payload:
-    """The reduced cells of one step on the host: kind -> float64 [cells sent]."""
+class Payload(Generic[T]):
+    """The reduced cells of one step on the host (kind -> float64 [cells sent]), under the caller's label."""
 
-    step: int
+    label: T
     cells: dict[Kind, np.ndarray]
 
 
 @dataclass
-class _Copy:
+class _Copy(Generic[T]):
     """A pinned landing area and what is in flight to it."""
 
     landing: torch.Tensor
     view: np.ndarray
     event: torch.cuda.Event | None
-    rows: list[tuple[int, Priority]]
+    rows: list[tuple[T, Priority]]
 
 
-class Outbox:
+class Outbox(Generic[T]):
     """Stages one row a step on the device and sends ``write_every`` rows at a time in one copy.
 
     ``put`` never waits. When all ``depth`` landing areas are still in flight the rows are given up and
@@ -43,25 +46,25 @@ class Outbox:
         self._widths = {kind: ledger.cells_sent(kind, Priority.P1) for kind in Kind}
         shape = (write_every, sum(self._widths.values()))
         self._staged = torch.empty(shape, dtype=torch.float64, device=ledger.device)
-        self._rows: list[tuple[int, Priority]] = []
+        self._rows: list[tuple[T, Priority]] = []
         self._on_cuda = ledger.device.type == "cuda"
-        self._free: list[_Copy] = []
+        self._free: list[_Copy[T]] = []
         for _ in range(depth if self._on_cuda else 1):
             landing = torch.empty(shape, dtype=torch.float64, pin_memory=self._on_cuda)
             event = torch.cuda.Event() if self._on_cuda else None
             self._free.append(_Copy(landing, landing.numpy(), event, []))
-        self._in_flight: deque[_Copy] = deque()
+        self._in_flight: deque[_Copy[T]] = deque()
         self.lost_steps = 0
 
-    def put(self, step: int, priority: Priority) -> None:
-        """Stages the ledger's reduced cells of ``step``; starts a copy when ``write_every`` are staged."""
+    def put(self, label: T, priority: Priority) -> None:
+        """Stages the reduced cells under ``label``; starts a copy when ``write_every`` rows are staged."""
         row = self._staged[len(self._rows)]
         start = 0
         for kind, width in self._widths.items():
             due = self._ledger.due(kind, priority)
             row[start : start + due.numel()].copy_(due)
             start += width
-        self._rows.append((step, priority))
+        self._rows.append((label, priority))
         if len(self._rows) == len(self._staged):
             self.send()
 
@@ -80,9 +83,9 @@ class Outbox:
             copy.event.record()
         self._in_flight.append(copy)
 
-    def collect(self, *, wait: bool = False) -> list[Payload]:
+    def collect(self, *, wait: bool = False) -> list[Payload[T]]:
         """The payloads whose copy has arrived; with ``wait`` (never inside a step) all of them."""
-        arrived: list[Payload] = []
+        arrived: list[Payload[T]] = []
         while self._in_flight:
             copy = self._in_flight[0]
             if copy.event is not None and not copy.event.query():
@@ -94,13 +97,13 @@ class Outbox:
             self._free.append(copy)
         return arrived
 
-    def _unstack(self, copy: _Copy) -> list[Payload]:
+    def _unstack(self, copy: _Copy[T]) -> list[Payload[T]]:
         payloads = []
-        for row, (step, priority) in zip(copy.view, copy.rows, strict=False):
+        for row, (label, priority) in zip(copy.view, copy.rows, strict=False):
             cells, start = {}, 0
             for kind, width in self._widths.items():
                 sent = self._ledger.cells_sent(kind, priority)
                 cells[kind] = row[start : start + sent].copy()
                 start += width
-            payloads.append(Payload(step, cells))
+            payloads.append(Payload(label, cells))
         return payloads

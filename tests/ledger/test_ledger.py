@@ -27,7 +27,7 @@ def test_a_p0_step_sends_a_prefix_without_p1_cells():
     assert ledger.cells_sent(Kind.SUM, Priority.P0) == 3
     assert ledger.cells_sent(Kind.SUM, Priority.P1) == 6
     assert ledger.payload_bytes(Priority.P0) == 8 * (3 + 3)
-    outbox = Outbox(ledger, write_every=1)
+    outbox: Outbox[int] = Outbox(ledger, write_every=1)
     ledger.reset()
     ledger.reduce(Priority.P0)
     outbox.put(1, Priority.P0)
@@ -57,7 +57,7 @@ def test_counts_stay_exact_to_two_to_the_53():
     for count in (2**24, 1, 1, 1):  # PC30 (c)
         slot.cells[0] += count
     slot.cells[1] = 2**53 - 1
-    outbox = Outbox(ledger, write_every=1)
+    outbox: Outbox[int] = Outbox(ledger, write_every=1)
     ledger.reduce(Priority.P0)
     outbox.put(1, Priority.P0)
     cells = ledger.unpack(outbox.collect()[0].cells)["p0"]
@@ -67,25 +67,25 @@ def test_counts_stay_exact_to_two_to_the_53():
 def test_rows_wait_on_the_device_until_write_every_are_there():
     ledger = ledger_with_slots()
     slot = next(s for b in ledger._buffers.values() for s in b.slots if s.name == "p0")
-    outbox = Outbox(ledger, write_every=3)
+    outbox: Outbox[int] = Outbox(ledger, write_every=3)
     arrived = []
     for step in range(1, 8):
         ledger.reset()
         slot.cells[0] = step
         ledger.reduce(Priority.P0)
         outbox.put(step, Priority.P0)
-        arrived.append([payload.step for payload in outbox.collect()])
+        arrived.append([payload.label for payload in outbox.collect()])
     assert arrived == [[], [], [1, 2, 3], [], [], [4, 5, 6], []]
     outbox.send()
     (last,) = outbox.collect(wait=True)
-    assert last.step == 7
+    assert last.label == 7
     assert ledger.unpack(last.cells)["p0"][0] == 7
 
 
 def test_payloads_keep_their_numbers_when_the_buffers_are_used_again():
     ledger = ledger_with_slots()
     slot = next(s for b in ledger._buffers.values() for s in b.slots if s.name == "p0")
-    outbox = Outbox(ledger, write_every=1)
+    outbox: Outbox[int] = Outbox(ledger, write_every=1)
     payloads = []
     for step in (1, 2):
         ledger.reset()
