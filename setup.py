@@ -23,6 +23,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
@@ -184,4 +185,13 @@ def extensions() -> list[Extension]:
     return [Extension(f"megatron_probes.{name}", sources=[]) for name in names]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})
+class BuildPackage(build_py):
+    """Puts patches/ into the package, where `megatron-probes patch` of an installation looks for it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree("patches", str(Path(self.build_lib, "megatron_probes", "patches")))
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage})
