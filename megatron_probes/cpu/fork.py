@@ -18,6 +18,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -71,8 +72,9 @@ def fork_ranks(
     """Results of `fn(rank)`, each from a process of its own forked from this one, in the order of ranks.
 
     RANK, WORLD_SIZE, MASTER_PORT and the rest are set as torchrun sets them, and `env` over them. No process
-    group is made (see `gloo_process_group`). Results must be picklable; `fn` needn't be. A rank that calls
-    sys.exit(0) returns None. With `log_dir`, rank r writes its output to `log_dir/rank{r}.log`.
+    group is made (see `gloo_process_group`). Results must be picklable; `fn` needn't be. (Reading a tensor
+    from a rank that holds Megatron imports Megatron: return arrays or lists.) A rank that calls sys.exit(0)
+    returns None. With `log_dir`, rank r writes its output to `log_dir/rank{r}.log`.
 
     With `preloaded`, ranks are forked from a server process on which `preload` ran, started at the first such
     call: the runtime replaces nothing in this process, and `fn` must be picklable too.
@@ -204,7 +206,7 @@ class _Ranks:
         pipe, process = self._outcomes[rank], self._processes[rank]
         if pipe.poll():
             with contextlib.suppress(EOFError):
-                return pipe.recv()
+                return pickle.loads(pipe.recv_bytes())
         process.join()
         code = process.exitcode
         assert code is not None
@@ -250,10 +252,11 @@ def _run_rank(
     )
     os.environ.update(environment)
     try:
-        outcome = _Outcome(result=_result(fn))
+        # Not by `Connection.send`, which would pass tensors as handles that die with this process.
+        outcome = pickle.dumps(_Outcome(result=_result(fn)))
         atexit._run_exitfuncs()
         _flush()
-        outcomes.send(outcome)
+        outcomes.send_bytes(outcome)
     except BaseException as error:
         if not isinstance(error, SystemExit):
             traceback.print_exc()
@@ -261,7 +264,7 @@ def _run_rank(
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         _flush()
-        outcomes.send(_Outcome(failure=traceback.format_exc(), exitcode=code))
+        outcomes.send_bytes(pickle.dumps(_Outcome(failure=traceback.format_exc(), exitcode=code)))
         sys.exit(code)
 
 

@@ -17,7 +17,7 @@ import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -53,10 +53,11 @@ class HostReads:
 def count_host_reads() -> Iterator[HostReads]:
     """Count the host reads that this thread makes inside the block; other threads' aren't counted."""
     reads = HostReads()
+    operators = nullcontext() if _this_thread.counters else _Operators()
     _watch_methods()
     _this_thread.counters = (*_this_thread.counters, reads)
     try:
-        with _Operators():
+        with operators:
             yield reads
     finally:
         _this_thread.counters = tuple(counter for counter in _this_thread.counters if counter is not reads)
