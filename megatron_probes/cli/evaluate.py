@@ -42,6 +42,9 @@ def evaluate(
     new_series: Annotated[
         bool, typer.Option("--new-series", help="Begin a series of its own, for tasks that changed.")
     ] = False,
+    keep_items: Annotated[
+        bool, typer.Option("--keep-items", help="Keep each item's outcome and generated text, owner-only.")
+    ] = False,
     run_scorers: Annotated[
         bool,
         typer.Option("--run-scorers", help="Allow the suite's Python scorers, which may run generated code."),
@@ -65,6 +68,7 @@ def evaluate(
             ranks=(tp, pp, dp, ep),
             batch=(batch_rows, batch_tokens),
             new_series=new_series,
+            keep_items=keep_items,
             run_scorers=run_scorers,
         )
         job.check()
@@ -109,6 +113,7 @@ class _Job:
     ranks: tuple[int, int, int, int]
     batch: tuple[int, int]
     new_series: bool
+    keep_items: bool
     run_scorers: bool
 
     @property
@@ -143,6 +148,7 @@ class _Job:
                     layout=self.layout,
                     limits=BatchLimits(*self.batch),
                     new_series=self.new_series,
+                    keep_items=self.keep_items,
                     run_code=self.run_scorers,
                     announce=announce,
                 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_probes.evaluation.prompts import ASSEMBLY_VERSION
-from megatron_probes.evaluation.suite import MediaGainTask, Suite, TaskSpec
+from megatron_probes.evaluation.suite import HarnessTask, MediaGainTask, Suite, TaskSpec
 from megatron_probes.evaluation.tokenization import Tokenizer
 
 Parts = dict[str, Any]
@@ -20,7 +21,7 @@ def task_parts(spec: TaskSpec, suite: Suite, tokenizer: Tokenizer, context_lengt
 
     The averaging and the weights that decide are part of it, so they are fixed for a series.
     """
-    definition = spec.model_dump(mode="json", exclude={"data", "name"})
+    definition = spec.model_dump(mode="json", exclude={"data", "name", "include_path"})
     held = definition["score"] if isinstance(spec, MediaGainTask) else definition
     if held.get("scorer"):
         file, _, function = held["scorer"].rpartition(":")
@@ -28,7 +29,7 @@ def task_parts(spec: TaskSpec, suite: Suite, tokenizer: Tokenizer, context_lengt
     return {
         "assembly": ASSEMBLY_VERSION,
         "task": definition,
-        "data": _sha256(spec.data),
+        "data": _harness_data(spec) if isinstance(spec, HarnessTask) else _sha256(spec.data),
         "tokenizer": tokenizer.identity,
         "context_length": context_length,
         "decision_weights": suite.decision_weights,
@@ -54,6 +55,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         else:
             found.append(f"{prefix}{key} was {_short(before)}, is {_short(after)}")
     return found
+
+
+def _harness_data(spec: HarnessTask) -> dict[str, str]:
+    """The harness's version, and the user's task files; its own files come with the version."""
+    files = sorted(spec.include_path.rglob("*")) if spec.include_path is not None else []
+    named = {str(f.relative_to(spec.include_path)): _sha256(f) for f in files if f.is_file()}  # type: ignore[arg-type]
+    return {"lm_eval": importlib.metadata.version("lm_eval"), **named}
 
 
 def _short(value: Any) -> str:

@@ -10,8 +10,8 @@ from megatron_probes.evaluation.documents import Faults, ItemFault, read_items
 from megatron_probes.evaluation.fingerprint import Parts, fingerprint, task_parts
 from megatron_probes.evaluation.results import CheckpointIdentity, TaskResult, Weights
 from megatron_probes.evaluation.series import MemoryStore, Store
-from megatron_probes.evaluation.suite import Suite, SuiteError, TaskSpec
-from megatron_probes.evaluation.tasks import Context, Outcome, Task, build_task
+from megatron_probes.evaluation.suite import HarnessTask, ItemTask, Suite, SuiteError
+from megatron_probes.evaluation.tasks import Context, Outcome, Summary, Task, build_task
 
 Progress = Callable[[str, int, int], None]
 """Called with (task, items done, items in all)."""
@@ -49,7 +49,7 @@ def run_suite(
     if fingerprints is None:
         fingerprints = {name: fingerprint(parts) for name, parts in suite_parts(suite, context).items()}
     # All are built first: what can't run is known before the first hour of scoring.
-    tasks = [_build(spec, context) for spec in suite.tasks]
+    tasks = [None if isinstance(spec, HarnessTask) else _build(spec, context) for spec in suite.tasks]
     results = []
     for spec, task in zip(suite.tasks, tasks, strict=True):
         known = context.scorer.share(kept.finished(spec.name) if context.scorer.is_writer else None)
@@ -58,8 +58,12 @@ def run_suite(
             results.append(known)
             continue
         began = time.monotonic()
-        outcomes, faults = _run_task(spec, task, context, kept, progress)
-        summary = task.summarize(outcomes)
+        if isinstance(spec, HarnessTask):
+            summary, faults = _run_harness(spec, context, progress), Faults()
+        else:
+            assert task is not None
+            outcomes, faults = _run_task(spec, task, context, kept, progress)
+            summary = task.summarize(outcomes)
         result = TaskResult(
             task=spec.name,
             kind=spec.kind,
@@ -78,7 +82,7 @@ def run_suite(
     return results
 
 
-def _build(spec: TaskSpec, context: Context) -> Task[Any]:
+def _build(spec: ItemTask, context: Context) -> Task[Any]:
     try:
         return build_task(spec, context)
     except SuiteError:
@@ -87,8 +91,21 @@ def _build(spec: TaskSpec, context: Context) -> Task[Any]:
         raise SuiteError(f"tasks.{spec.name}: {error}") from None
 
 
+def _run_harness(spec: HarnessTask, context: Context, progress: Progress) -> Summary:
+    try:
+        from megatron_probes.evaluation.lm_harness import run_harness
+    except ImportError:
+        raise SuiteError(
+            f"tasks.{spec.name}: kind lm_eval needs the harness: pip install 'megatron-probes[eval]'"
+        ) from None
+    progress(spec.name, 0, 1)
+    values = run_harness(spec, context.scorer, context.tokenizer)
+    progress(spec.name, 1, 1)
+    return Summary(dict(values))
+
+
 def _run_task(
-    spec: TaskSpec, task: Task[Any], context: Context, store: Store, progress: Progress
+    spec: ItemTask, task: Task[Any], context: Context, store: Store, progress: Progress
 ) -> tuple[Sequence[Outcome], Faults]:
     scorer = context.scorer
     items, faults = read_items(spec.data, spec.limit)

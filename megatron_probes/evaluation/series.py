@@ -3,6 +3,7 @@
 <out>/series_001/definition.json                               fingerprints of its tasks, by their parts
 <out>/series_001/results/iter_0000040/raw/<task>.json          one finished task
 <out>/series_001/results/iter_0000040/raw/<task>.partial.jsonl outcomes of one that was interrupted
+<out>/series_001/results/iter_0000040/raw/<task>.items.jsonl   outcomes of a finished one, if asked for
 <out>/series_001/tensorboard/{by_step,by_tokens}/
 """
 
@@ -56,11 +57,17 @@ class MemoryStore:
 class Series:
     """Refuses to go on with other tasks under the names of old ones; new and missing tasks are fine."""
 
-    def __init__(self, out: Path, parts: Mapping[str, Parts], *, new: bool = False) -> None:
+    def __init__(
+        self, out: Path, parts: Mapping[str, Parts], *, new: bool = False, keep_items: bool = False
+    ) -> None:
         """Open the newest series in ``out``; a ``new`` one, or the first, is begun.
+
+        With ``keep_items`` the outcomes of single items, generated texts among them, stay on disk, in files
+        that only the owner can read.
 
         Raises ``SuiteError`` naming the task and what changed in it.
         """
+        self._keep_items = keep_items
         numbers = [int(folder.name.removeprefix("series_")) for folder in out.glob("series_[0-9]*")]
         newest = max(numbers, default=0)
         self.folder = out / f"series_{newest + (new or not numbers):03d}"
@@ -87,7 +94,7 @@ class Series:
         """Where results of ``checkpoint`` go."""
         folder = self.folder / "results" / f"iter_{checkpoint.iteration:07d}" / weights
         folder.mkdir(parents=True, exist_ok=True)
-        return SeriesStore(folder, checkpoint, self.fingerprints())
+        return SeriesStore(folder, checkpoint, self.fingerprints(), keep_items=self._keep_items)
 
     def results(self) -> list[TaskResult]:
         """All finished results, by step."""
@@ -108,10 +115,18 @@ class SeriesStore:
     What another checkpoint of the same step left, or the task before it changed, is not taken up.
     """
 
-    def __init__(self, folder: Path, checkpoint: CheckpointIdentity, fingerprints: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: CheckpointIdentity,
+        fingerprints: Mapping[str, str],
+        *,
+        keep_items: bool = False,
+    ) -> None:
         self._folder = folder
         self._checkpoint = checkpoint
         self._fingerprints = fingerprints
+        self._keep_items = keep_items
 
     def finished(self, task: str) -> TaskResult | None:
         path = self._folder / f"{task}.json"
@@ -138,14 +153,18 @@ class SeriesStore:
     def append(self, task: str, outcomes: Sequence[Outcome]) -> None:
         path = self._partial(task)
         lines = [] if path.is_file() else [self._header(task)]
-        with path.open("ab") as file:
+        with open(path, "ab", opener=_owner_only) as file:
             file.write(b"".join(encode_line(line) for line in [*lines, *outcomes]))
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self, result: TaskResult) -> None:
         _replace(self._folder / f"{result.task}.json", encode_line(result.as_json()))
-        self._partial(result.task).unlink(missing_ok=True)
+        partial = self._partial(result.task)
+        if self._keep_items and partial.is_file():
+            os.replace(partial, self._folder / f"{result.task}.items.jsonl")
+        else:
+            partial.unlink(missing_ok=True)
 
     def _partial(self, task: str) -> Path:
         return self._folder / f"{task}.partial.jsonl"
@@ -154,8 +173,13 @@ class SeriesStore:
         return {"fingerprint": self._fingerprints[task], "digest": self._checkpoint.digest}
 
 
+def _owner_only(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _replace(path: Path, content: bytes) -> None:
     """Write ``path`` whole or not at all."""
     partial = path.with_name(f"{path.name}.writing")
-    partial.write_bytes(content)
+    with open(partial, "wb", opener=_owner_only if path.suffix == ".jsonl" else None) as file:
+        file.write(content)
     os.replace(partial, path)

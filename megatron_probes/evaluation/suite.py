@@ -67,10 +67,15 @@ class TokenizerSpec(Part):
         return self
 
 
-class DataPart(Part):
-    """What every task has: a name, which stands in its tags, and a JSON-lines file."""
+class NamedPart(Part):
+    """What every task has."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Stands in the tags: eval/<name>/...")
+
+
+class DataPart(NamedPart):
+    """What tasks on the user's data have: a JSON-lines file."""
+
     data: Path = Field(description="JSON-lines file; a relative path starts at the suite's folder.")
     limit: int | None = Field(default=None, ge=1, description="Only the first so many lines.")
 
@@ -187,10 +192,20 @@ class _Scored(Part):
     task: ScoredTask
 
 
-TaskSpec = Annotated[
-    PerplexityTask | ChoiceTask | GreedyTask | PassAtKTask | GroundingTask | MediaGainTask,
-    Field(discriminator="kind"),
-]
+class HarnessTask(NamedPart):
+    """Tasks of lm-evaluation-harness."""
+
+    kind: Literal["lm_eval"]
+    tasks: Texts = Field(min_length=1, description="Their names in the harness.")
+    include_path: Path | None = Field(default=None, description="Folder with task files of one's own.")
+    num_fewshot: int | None = Field(default=None, ge=0)
+    limit: int | None = Field(default=None, ge=1, description="Only the first so many items of each.")
+
+
+ItemTask = PerplexityTask | ChoiceTask | GreedyTask | PassAtKTask | GroundingTask | MediaGainTask
+"""A task that is scored item by item."""
+
+TaskSpec = Annotated[ItemTask | HarnessTask, Field(discriminator="kind")]
 
 
 class Averaging(Part):
@@ -256,6 +271,9 @@ def _rooted(suite: Suite, folder: Path) -> Suite:
 
 
 def _rooted_task(task: Any, folder: Path) -> Any:
+    if isinstance(task, HarnessTask):
+        path = task.include_path
+        return task if path is None else task.model_copy(update={"include_path": folder / path})
     update: dict[str, Any] = {"data": _existing(folder / task.data, f"tasks.{task.name}.data")}
     if isinstance(task, MediaGainTask):
         if scorer := task.score.get("scorer"):

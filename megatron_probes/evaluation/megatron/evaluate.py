@@ -37,6 +37,7 @@ def evaluate_checkpoints(
     layout: Layout,
     limits: BatchLimits | None = None,
     new_series: bool = False,
+    keep_items: bool = False,
     run_code: bool = False,
     announce: Announce = lambda _: no_progress,
 ) -> tuple[list[TaskResult], Path | None]:
@@ -61,7 +62,9 @@ def evaluate_checkpoints(
     )
     context = Context(scorer, tokenizer, run_code=run_code)
     parts = suite_parts(suite, context)
-    series = together(lambda: Series(out, parts, new=new_series) if scorer.is_writer else None)
+    series = together(
+        lambda: Series(out, parts, new=new_series, keep_items=keep_items) if scorer.is_writer else None
+    )
     results: list[TaskResult] = []
     for identity, weights, load in _plan(checkpoints, suite, model):
         store = None if series is None else series.store(identity, weights)

@@ -8,11 +8,11 @@ from megatron_probes.evaluation.suite import (
     ChoiceTask,
     GreedyTask,
     GroundingTask,
+    ItemTask,
     MediaGainTask,
     PassAtKTask,
     PerplexityTask,
     ScoredTask,
-    TaskSpec,
 )
 from megatron_probes.evaluation.tasks.base import Context, Outcome, Summary, Task
 from megatron_probes.evaluation.tasks.choice import MultipleChoice
@@ -25,7 +25,7 @@ from megatron_probes.evaluation.tasks.perplexity import Perplexity
 __all__ = ["Context", "Outcome", "Summary", "Task", "build_task"]
 
 
-def build_task(spec: TaskSpec, context: Context) -> Task[Any]:
+def build_task(spec: ItemTask, context: Context) -> Task[Any]:
     """Return the task that ``spec`` describes, bound to the scorer in ``context``.
 
     Raises ``SuiteError`` where its scorer may not run, ``ValueError`` where the stride doesn't fit the model.
