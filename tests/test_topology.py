@@ -6,56 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_probes.topology import AXES, Axis, Topology, factoring_of
+from megatron_probes.topology import factoring_of
+from tests.meshes import ranks_of
 
 sizes = st.sampled_from([1, 2, 3])
-
-
-def ranks_of(dp: int, cp: int, tp: int, pp: int, ep: int, expert_tp: int) -> list[Topology]:
-    """All ranks of a grid, numbered as Megatron does: tp fastest, then cp, dp, pp."""
-    stage = dp * cp * tp
-    expert_dp = stage // (ep * expert_tp)
-    places = []
-    for rank in range(stage * pp):
-        inside = rank % stage
-        places.append(
-            {
-                "tp": inside % tp,
-                "cp": inside // tp % cp,
-                "dp": inside // (tp * cp),
-                "expert_tp": inside % expert_tp,
-                "ep": inside // expert_tp % ep,
-                "expert_dp": inside // (expert_tp * ep),
-                "pp": rank // stage,
-            }
-        )
-    length = {
-        "dp": dp,
-        "cp": cp,
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "expert_tp": expert_tp,
-        "expert_dp": expert_dp,
-    }
-    coordinates = tuple(tuple(place[axis] for axis in AXES) for place in places)
-    return [
-        Topology(
-            rank=rank,
-            world_size=len(places),
-            axes={axis: Axis(place[axis], length[axis]) for axis in AXES},
-            stage_group=None,
-            pipeline_group=None,
-            coordinates=coordinates,
-        )
-        for rank, place in enumerate(places)
-    ]
 
 
 @given(dp=sizes, cp=sizes, tp=sizes, pp=sizes, distinct=st.sets(st.sampled_from(["dp", "cp", "tp"])))
 @settings(max_examples=60, deadline=None)
 def test_each_distinct_piece_of_a_dense_quantity_has_one_owner(dp, cp, tp, pp, distinct):
-    ranks = ranks_of(dp, cp, tp, pp, ep=1, expert_tp=1)
+    ranks = ranks_of(dp=dp, cp=cp, tp=tp, pp=pp)
     owners = [rank for rank in ranks if rank.owns(distinct)]
     pieces = [tuple(owner.index(axis) for axis in sorted({*distinct, "pp"})) for owner in owners]
     length = {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
