@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_probes.catalog import Priority
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.ledger import Kind, Outbox, Payload
 from megatron_probes.probes import Facts, HeldOutProbe, Probe
 from megatron_probes.sinks import Manifest, Pipeline, Sink, StepRecord
@@ -179,11 +180,12 @@ class Writer:
             "job/last_step": item.facts.step,
             "job/restarts": self._attempt,
         }
+        histograms: dict[str, Histogram] = {}
         for family, probe in self._session.probes.items():
             if parts[f"probe/failed/{family}"][0] > 0:
                 self._disabled.add(family)
             if family not in self._disabled:
-                self._finalize(probe, parts, item.facts, values)
+                self._finalize(probe, parts, item.facts, values, histograms)
         values["probe/disabled"] = len(self._disabled)
         lost = self._outbox.lost_steps * item.p0_points
         values["probe/dropped_points"] = self._pipeline.dropped_points + lost
@@ -194,15 +196,22 @@ class Writer:
             tokens=self._session.tokens_total,
             values=values,
             context=item.facts.context,
+            histograms=histograms,
             parts=_as_lists(parts) if self._session.config.record.parts else None,
         )
 
     def _finalize(
-        self, probe: Probe, parts: Mapping[str, np.ndarray], facts: Facts, values: dict[str, int | float]
+        self,
+        probe: Probe,
+        parts: Mapping[str, np.ndarray],
+        facts: Facts,
+        values: dict[str, int | float],
+        histograms: dict[str, Histogram],
     ) -> None:
         found: dict[str, int | float] = dict(values)
         try:
             probe.finalize(parts, facts, found)
+            distributions = probe.histograms(parts, facts)
         except Exception as error:
             self._disabled.add(probe.family)
             if self._session.config.strict:
@@ -210,6 +219,7 @@ class Writer:
             logger.warning("the %s metrics are off from step %d on", probe.family, facts.step, exc_info=error)
             return
         values.update(found)
+        histograms.update(distributions)
 
 
 def _as_lists(parts: Mapping[str, np.ndarray]) -> dict[str, list[float]]:

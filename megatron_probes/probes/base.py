@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_probes.catalog import Priority
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.ledger import Ledger
 
 Parts = Mapping[str, np.ndarray]
@@ -87,6 +88,10 @@ class Probe:
 
     def finalize(self, parts: Parts, facts: Facts, values: Values) -> None:
         """Adds this family's values to ``values``; a metric without data adds nothing."""
+
+    def histograms(self, parts: Parts, facts: Facts) -> Mapping[str, Histogram]:
+        """The family's metrics that are distributions, by tag; after ``finalize`` of the same step."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Host-side state that a checkpoint keeps: JSON-able."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_probes.catalog import MetricSpec
+from megatron_probes.formulas.histogram import Histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class StepRecord:
     """Metric values by tag; a count is an `int`."""
     context: Mapping[str, int | float]
     """What the framework says of the step: `context/learning_rate`, `context/loss_scale`, ..."""
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """Metrics that are distributions, by tag."""
     parts: Mapping[str, list[float]] | None = None
     """Reduced sums, counts and maxima by slot name, when they were asked for."""
     late: bool = False
@@ -39,7 +42,7 @@ class StepRecord:
     step, or what the job went on to do."""
 
     def __post_init__(self) -> None:
-        for tag in (*self.values, *self.context):
+        for tag in (*self.values, *self.context, *self.histograms):
             if not tag.strip():
                 raise ValueError(f"step {self.step}: a metric's tag is empty ({tag!r}); give it a name")
 

@@ -6,6 +6,9 @@ by a later start of the job: a crash may have cut off its last line. Each file b
 
     {"step": 7, "attempt": 0, "time": 1.7e9, "tokens": 7168, "values": {...}, "context": {...}}
 
+A step with distributions also has `"histograms"`, by tag: `{"edges": [n + 1 numbers], "counts": [n numbers],
+"named": [[number of an expert or rank, its value], ...]}`, the last where there is something to name.
+
 What became known of a step after its line was written follows in a line of its own with `"late": true`
 and joins the step when the record is read.
 
@@ -24,6 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.sinks.anomaly import AnomalyWatch
 from megatron_probes.sinks.durable import DurableAppender
 from megatron_probes.sinks.record import Manifest, StepRecord
@@ -95,6 +99,8 @@ class RecordFileSink:
             "values": record.values,
             "context": record.context,
         }
+        if record.histograms:
+            line["histograms"] = {tag: _as_json(found) for tag, found in record.histograms.items()}
         if record.parts is not None:
             line["parts"] = record.parts
         if record.late:
@@ -119,6 +125,13 @@ class RecordFileSink:
         self._folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((_number(path) for path in record_files(self._folder.parent)), default=-1)
         return io.FileIO(self._folder / f"record-{number:05d}.jsonl", "xb"), self._header
+
+
+def _as_json(histogram: Histogram) -> dict[str, Any]:
+    line: dict[str, Any] = {"edges": histogram.edges, "counts": histogram.counts}
+    if histogram.named:
+        line["named"] = histogram.named
+    return line
 
 
 def record_files(output_dir: str | os.PathLike[str]) -> list[Path]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.sinks.record import StepRecord
 from megatron_probes.sinks.record_file import decode_line, plain_number, record_files
 
@@ -121,7 +122,11 @@ def next_attempt(output_dir: str | os.PathLike[str]) -> int:
 
 def join_records(record: StepRecord, late: StepRecord) -> StepRecord:
     """Return a step's record with what became known later."""
-    return dataclasses.replace(record, values={**record.values, **late.values})
+    return dataclasses.replace(
+        record,
+        values={**record.values, **late.values},
+        histograms={**record.histograms, **late.histograms},
+    )
 
 
 def as_record(line: dict[str, Any]) -> StepRecord:
@@ -134,5 +139,14 @@ def as_record(line: dict[str, Any]) -> StepRecord:
         tokens=line["tokens"],
         values={tag: plain_number(value) for tag, value in line["values"].items()},
         context={tag: plain_number(value) for tag, value in line["context"].items()},
+        histograms={tag: _as_histogram(found) for tag, found in line.get("histograms", {}).items()},
         parts=None if parts is None else {name: [*map(float, cells)] for name, cells in parts.items()},
+    )
+
+
+def _as_histogram(found: dict[str, Any]) -> Histogram:
+    return Histogram(
+        edges=tuple(float(plain_number(edge)) for edge in found["edges"]),
+        counts=tuple(float(plain_number(count)) for count in found["counts"]),
+        named=tuple((key, float(plain_number(value))) for key, value in found.get("named", ())),
     )

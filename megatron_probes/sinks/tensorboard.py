@@ -1,5 +1,8 @@
 """TensorBoard: the same tags over steps in `by_step/` and over tokens in `by_tokens/`.
 
+Distributions are written as the summaries of its histogram plugin: float64 [k, 3], each row a bin's left
+edge, right edge and count.
+
 A value is written as float32, which every loader of TensorBoard reads, unless that would show another
 number: a count that float32 would round and a value outside its range are written as float64.
 TensorBoard's Python loader (`--load_fast=false`) shows those exactly; its default loader leaves such a
@@ -18,9 +21,12 @@ from pathlib import Path
 
 import numpy as np
 from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.scalar import metadata as scalar_metadata
+from tensorboard.util import tensor_util
 
 from megatron_probes.catalog import MetricSpec, Priority, first_screen_charts, lookup
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.sinks.anomaly import AnomalyWatch
 from megatron_probes.sinks.dashboard import layout_summary, manifest_summary
 from megatron_probes.sinks.event_file import EventRun
@@ -36,7 +42,7 @@ _FLOAT32_SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
 class TensorBoardSink:
-    """Writes scalars, the first screen's layout and the manifest.
+    """Writes scalars, histograms, the first screen's layout and the manifest.
 
     At most `max_series` tags are written. P0 and context tags are always among them, even beyond the cap:
     an alarm is never given up for a diagnosis. The others come in the order in which they first appear;
@@ -88,10 +94,16 @@ class TensorBoardSink:
     def write(self, record: StepRecord) -> None:
         """Take one step's values; they are written at the latest `flush_seconds` after."""
         numbers = {**record.values, **record.context}
-        new = dict.fromkeys(t for t in numbers if t not in self._written and t not in self._left_out)
+        tags = (*numbers, *record.histograms)
+        new = dict.fromkeys(t for t in tags if t not in self._written and t not in self._left_out)
         self._admit(new)
         self._add_charts(new, record.time)
         points = [_point(tag, value, tag in new) for tag, value in numbers.items() if tag in self._written]
+        points += [
+            _distribution(tag, histogram, tag in new)
+            for tag, histogram in record.histograms.items()
+            if tag in self._written
+        ]
         self._add(summary_pb2.Summary(value=points), record.step, record.tokens, record.time)
         now = self._clock()
         if self._waiting_since is None:
@@ -173,13 +185,35 @@ def _point(tag: str, value: int | float, described: bool) -> summary_pb2.Summary
     exact = isinstance(value, int) or (spec is not None and spec.integer)
     return summary_pb2.Summary.Value(
         tag=tag,
-        metadata=_metadata(spec.meaning if described and spec is not None else ""),
+        metadata=_scalar_metadata(spec.meaning if described and spec is not None else ""),
         tensor=_scalar_tensor(value, exact),
     )
 
 
+def _distribution(tag: str, histogram: Histogram, described: bool) -> summary_pb2.Summary.Value:
+    """A histogram summary; the plugin draws no infinite edge, so such a bin shrinks to its finite one."""
+    spec = _spec(tag)
+    edges = np.array(histogram.edges)
+    left, right = edges[:-1].copy(), edges[1:].copy()
+    left[0] = left[0] if np.isfinite(left[0]) else right[0]
+    right[-1] = right[-1] if np.isfinite(right[-1]) else left[-1]
+    bins = np.stack([left, right, np.array(histogram.counts)], axis=1)
+    return summary_pb2.Summary.Value(
+        tag=tag,
+        metadata=_histogram_metadata(spec.meaning if described and spec is not None else ""),
+        tensor=tensor_util.make_tensor_proto(bins),
+    )
+
+
 @functools.lru_cache
-def _metadata(description: str) -> summary_pb2.SummaryMetadata:
+def _histogram_metadata(description: str) -> summary_pb2.SummaryMetadata:
+    metadata = histogram_metadata.create_summary_metadata(display_name="", description=description)
+    metadata.data_class = summary_pb2.DATA_CLASS_TENSOR
+    return metadata
+
+
+@functools.lru_cache
+def _scalar_metadata(description: str) -> summary_pb2.SummaryMetadata:
     metadata = scalar_metadata.create_summary_metadata(display_name="", description=description)
     metadata.data_class = summary_pb2.DATA_CLASS_SCALAR
     return metadata

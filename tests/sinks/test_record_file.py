@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sink_records import manifest, record, run_child
 
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.sinks import (
     RecordFileSink,
     RecordLog,
@@ -84,6 +86,10 @@ def test_record_comes_back_whole(tmp_path: Path) -> None:
         tokens=2**53 + 1,
         values={"loss/global": 0.1 + 0.2, "loss/nan_steps": 0},
         context={"context/learning_rate": 5e-324},
+        histograms={
+            "moe/layer_003/load": Histogram((0.0, 1.0, 2.0), (1 / 3, 2 / 3), ((1, 2 / 3),)),
+            "moe/layer_003/topk_margin": Histogram((0.0, 5e-324, math.inf), (2.0**53, 1.0)),
+        },
         parts={"loss/sum": [1 / 3, -math.inf]},
     )
     sink = RecordFileSink(tmp_path)
@@ -91,6 +97,36 @@ def test_record_comes_back_whole(tmp_path: Path) -> None:
     sink.write(written)
     sink.close()
     assert read_records(tmp_path) == [written]
+
+
+def test_histograms_are_strict_json_and_absent_without_one(tmp_path: Path) -> None:
+    margin = Histogram((0.0, 1e-12, math.inf), (3.0, 1.0), ((0, math.nan),))
+    sink = RecordFileSink(tmp_path)
+    sink.open(manifest())
+    sink.write(record(1))
+    sink.write(dataclasses.replace(record(2), histograms={"moe/layer_000/topk_margin": margin}))
+    sink.close()
+    without, with_one = strict_lines(tmp_path)[1:]
+    assert "histograms" not in without
+    assert with_one["histograms"] == {
+        "moe/layer_000/topk_margin": {
+            "edges": [0.0, 1e-12, "Infinity"],
+            "counts": [3.0, 1.0],
+            "named": [[0, "NaN"]],
+        }
+    }
+
+
+def test_late_values_leave_the_step_its_histograms(tmp_path: Path) -> None:
+    load = Histogram((0.0, 1.0), (1.0,))
+    sink = RecordFileSink(tmp_path)
+    sink.open(manifest())
+    sink.write(dataclasses.replace(record(1), histograms={"moe/layer_000/load": load}))
+    sink.write(dataclasses.replace(record(1, job__state=5), late=True))
+    sink.close()
+    (joined,) = read_records(tmp_path)
+    assert joined.histograms == {"moe/layer_000/load": load}
+    assert joined.values["job/state"] == 5
 
 
 def test_non_finite_values_are_strings_under_their_key_pc44(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util import tensor_util
 
 from megatron_probes.catalog import Priority, lookup
+from megatron_probes.formulas.histogram import Histogram
 from megatron_probes.sinks import SHOW_EVERY_POINT, StepRecord, TensorBoardSink
 
 LOADERS = ("--load_fast=false", "--load_fast=true")
@@ -137,6 +139,40 @@ def test_non_finite_values_are_written_as_they_are(tmp_path: Path) -> None:
     losses = [2.0, math.nan, math.inf, -math.inf]
     write(tmp_path, [record(step, loss__global=loss) for step, loss in enumerate(losses, start=1)])
     assert str(points(tmp_path / "by_step", "loss/global")) == "[(1, 2.0), (2, nan), (3, inf), (4, -inf)]"
+
+
+HISTOGRAMS = {
+    "moe/layer_000/load": Histogram((0.0, 1.0, 2.0), (1 / 3, 2 / 3), ((1, 2 / 3),)),
+    "moe/layer_000/bias": Histogram((-0.5, -0.5), (4.0,)),
+    "moe/layer_000/topk_margin": Histogram((0.25, 1e6, math.inf), (2.0**53, 1.0)),
+}
+ROWS = {
+    "moe/layer_000/load": [[0.0, 1.0, 1 / 3], [1.0, 2.0, 2 / 3]],
+    "moe/layer_000/bias": [[-0.5, -0.5, 4.0]],
+    "moe/layer_000/topk_margin": [[0.25, 1e6, 2.0**53], [1e6, 1e6, 1.0]],
+}
+"""What the plugin shows of them: [left, right, count], an infinite edge drawn at its finite one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", LOADERS)
+def test_histogram_plugin_shows_distributions(tmp_path: Path, loader: str) -> None:
+    write(tmp_path, [record(1), dataclasses.replace(record(2), histograms=HISTOGRAMS)])
+    with served(tmp_path, loader) as server:
+        tags = server.get("histograms", "tags")
+        assert tags["by_step"].keys() == tags["by_tokens"].keys() == ROWS.keys()
+        assert "Share of each expert" in tags["by_step"]["moe/layer_000/load"]["description"]
+        for run, x in (("by_step", 2), ("by_tokens", 2 * TOKENS_PER_STEP)):
+            for tag, rows in ROWS.items():
+                ((_, step, shown),) = server.get("histograms", "histograms", run=run, tag=tag)
+                assert (step, shown) == (x, rows)
+
+
+def test_distributions_count_as_series(tmp_path: Path) -> None:
+    sink = write(tmp_path, [dataclasses.replace(record(1), histograms=HISTOGRAMS)], max_series=5)
+    found = accumulator(tmp_path / "by_step").Tags()["tensors"]
+    assert len(ROWS.keys() & set(found)) == 2
+    assert sink.left_out == 1
 
 
 def test_both_axes_and_the_context(tmp_path: Path) -> None:
