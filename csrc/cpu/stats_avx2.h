@@ -18,6 +18,8 @@
 #endif
 // Keeps a load from being folded into, and repeated for, each of its uses.
 #define MP_ONCE(v) asm("" : "+x"(v))
+// Has two sums in registers here. gcc would interleave steps of a loop until the sums no longer fit, and add in memory.
+#define MP_KEEP(u, v) asm("" : "+x"(u), "+x"(v))
 
 namespace megatron_probes::cpu::avx2 {
 
@@ -127,8 +129,7 @@ inline void add_f32_moments(const float* x, int64_t m, float shift, ChunkSums& s
   constexpr int64_t kRounds = S > 1 ? 2 : 16;
   const I magnitude = _mm256_set1_epi32(kAbsMask);
   const F centre = _mm256_set1_ps(shift);
-  D sq[2], ab[2], p1 = _mm256_setzero_pd(), p2 = p1, p3 = p1, p4 = p1;
-  for (int k = 0; k < 2; ++k) sq[k] = ab[k] = _mm256_setzero_pd();
+  D sq[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()}, ab = sq[0], p1 = ab, p2 = ab, p3 = ab, p4 = ab;
   I top = _mm256_setzero_si256(), zeros = top;
   MP_UNROLL(1)
   for (int64_t o = 0; o < m; o += 16 * kRounds) {
@@ -150,8 +151,7 @@ inline void add_f32_moments(const float* x, int64_t m, float shift, ChunkSums& s
           const D lo = _mm256_cvtps_pd(_mm_loadu_ps(p + 8 * k)), hi = _mm256_cvtps_pd(_mm_loadu_ps(p + 8 * k + 4));
           sq[0] = _mm256_fmadd_pd(lo, lo, sq[0]);
           sq[1] = _mm256_fmadd_pd(hi, hi, sq[1]);
-          ab[0] = _mm256_add_pd(ab[0], _mm256_and_pd(lo, abs_mask()));
-          ab[1] = _mm256_add_pd(ab[1], _mm256_and_pd(hi, abs_mask()));
+          ab = _mm256_add_pd(ab, _mm256_add_pd(_mm256_and_pd(lo, abs_mask()), _mm256_and_pd(hi, abs_mask())));
           F d = as_float(raw);
           if (SHIFTED) d = _mm256_sub_ps(d, centre);
           const F d2 = _mm256_mul_ps(d, d);
@@ -159,6 +159,10 @@ inline void add_f32_moments(const float* x, int64_t m, float shift, ChunkSums& s
           if (SHIFTED) q2 = _mm256_add_ps(q2, d2);
           q3 = _mm256_fmadd_ps(d2, d, q3);
           q4 = _mm256_fmadd_ps(d2, d2, q4);
+          MP_KEEP(sq[0], sq[1]);
+          MP_KEEP(ab, q1);
+          MP_KEEP(top, zeros);
+          MP_KEEP(q3, q4);
         }
       }
     }
@@ -173,7 +177,7 @@ inline void add_f32_moments(const float* x, int64_t m, float shift, ChunkSums& s
   r.abs_max = std::max(r.abs_max, largest<uint32_t>(top));
   r.zeros += total(zeros);
   r.sum_sq += squares;
-  r.sum_abs += total(_mm256_add_pd(ab[0], ab[1]));
+  r.sum_abs += total(ab);
   sums.powers.s1 += total(p1);
   sums.powers.s2 += SHIFTED ? total(p2) : squares;
   sums.powers.s3 += total(p3);
@@ -267,6 +271,11 @@ inline void add_half_moments(const T* x, int64_t m, float shift, ChunkSums& sums
             q3[h] = _mm256_fmadd_ps(d2[h], d[h], q3[h]);
             q4[h] = _mm256_fmadd_ps(d2[h], d2[h], q4[h]);
           }
+          MP_KEEP(a, q1);
+          MP_KEEP(q2, z);
+          MP_KEEP(q3[0], q3[1]);
+          MP_KEEP(q4[0], q4[1]);
+          MP_ONCE(top);
         }
       }
     }
