@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -137,6 +138,13 @@ class BuildKernels(build_ext):
                 self.copy_file(str(built), str(ROOT / self.get_ext_filename(ext.name)))
 
 
+class Wheel(bdist_wheel):
+    """No Python symbol is used, so one wheel serves every CPython of its platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
 def words(variable: str) -> list[str]:
     return os.environ.get(variable, "").split()
 
@@ -194,4 +202,7 @@ class BuildPackage(build_py):
             self.copy_tree("patches", str(Path(self.build_lib, "megatron_probes", "patches")))
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage})
+setup(
+    ext_modules=extensions(),
+    cmdclass={"bdist_wheel": Wheel, "build_ext": BuildKernels, "build_py": BuildPackage},
+)
