@@ -142,11 +142,15 @@ def run_harness(spec: HarnessTask, scorer: Scorer, tokenizer: Tokenizer) -> dict
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=None if spec.include_path is None else str(spec.include_path))
+    path = None if spec.include_path is None else str(spec.include_path)
+    manager = TaskManager(include_path=path, include_defaults=path is None)
+    if not set(spec.tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=path)  # reads the thousands of files that come with the harness
     unknown = [name for name in spec.tasks if name not in manager.all_tasks]
     if unknown:
         raise SuiteError(f"tasks.{spec.name}.tasks: lm-eval knows no task {unknown[0]!r}")
-    found = lm_eval.simple_evaluate(
+    # None on all ranks but the first of each node
+    found: Any = lm_eval.simple_evaluate(
         model=HarnessModel(scorer, tokenizer),
         tasks=list(spec.tasks),
         num_fewshot=spec.num_fewshot,
@@ -159,9 +163,11 @@ def run_harness(spec: HarnessTask, scorer: Scorer, tokenizer: Tokenizer) -> dict
         torch_random_seed=0,
         fewshot_random_seed=0,
     )
+    results = scorer.share(found["results"] if scorer.is_writer else None)
+    assert results is not None
     return {
         f"{task}/{metric.removesuffix(',none')}": float(value)
-        for task, metrics in sorted(found["results"].items())
+        for task, metrics in sorted(results.items())
         for metric, value in sorted(metrics.items())
         if isinstance(value, int | float) and "_stderr" not in metric and "," in metric
     }

@@ -124,15 +124,7 @@ class SentencePieceTokenizer(_Common):
         pieces = self._model.encode(text, out_type="proto").pieces
         covered = _attribute([len(piece.surface.encode()) for piece in pieces], len(text.encode()))
         ids = tuple(piece.id for piece in pieces)
-        # All bytes of a character stand at the last piece of its fallback: each piece is one of them.
-        end = 0
-        while end < len(ids):
-            begin = end
-            while end < len(ids) and self._model.is_byte(ids[end]):
-                end += 1
-            if sum(covered[begin:end]) == end - begin:
-                covered[begin:end] = [1] * (end - begin)
-            end += 1
+        _share_fallback(covered, [self._model.is_byte(i) for i in ids])
         return Encoded(ids, tuple(covered))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -241,10 +233,17 @@ class HuggingFaceTokenizer(_Common):
             ends.append(ends[-1] + len(character.encode()))
         covered = []
         done = 0
-        for begin, end in encoding.offsets:  # in characters; tokens that share one state it each
+        starts = [begin for begin, _ in encoding.offsets[1:]] + [-1]
+        for token, next_start, (begin, end) in zip(encoding.tokens, starts, encoding.offsets, strict=True):
+            # In characters. Tokens that share one state it each; so does a space that isn't in the text.
+            if begin == next_start and not token.strip("\u2581"):
+                covered.append(0)
+                continue
             covered.append(max(ends[end] - ends[max(begin, done)], 0) if end > done else 0)
             done = max(done, end)
-        return Encoded(tuple(encoding.ids), tuple(_attribute(covered, total)))
+        covered = _attribute(covered, total)
+        _share_fallback(covered, [self._is_byte(token) for token in encoding.tokens])
+        return Encoded(tuple(encoding.ids), tuple(covered))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids), skip_special_tokens=True)
@@ -252,15 +251,34 @@ class HuggingFaceTokenizer(_Common):
     def token_bytes(self) -> list[int]:
         return [self._bytes_of(i) for i in range(self.vocab_size)]
 
+    def _is_byte(self, token: str) -> bool:
+        return self._has_byte_fallback and len(token) == 6 and token.startswith("<0x")
+
     def _bytes_of(self, i: int) -> int:
         token = self._model.id_to_token(i)
         if token is None or i in self._special or i == self.end_of_document:
             return 0
         if self._is_byte_level:
             return len(token)
-        if self._has_byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if self._is_byte(token):
             return 1
         return len(token.replace("\u2581", " ").encode())
+
+
+def _share_fallback(covered: list[int], is_byte: Sequence[bool]) -> None:
+    """Give each token of a run of single bytes the byte that it is.
+
+    Libraries state the bytes of a character that fell back at one of its tokens. Where normalisation changed
+    the character, the run has another length and is left as stated.
+    """
+    end = 0
+    while end < len(covered):
+        begin = end
+        while end < len(covered) and is_byte[end]:
+            end += 1
+        if sum(covered[begin:end]) == end - begin:
+            covered[begin:end] = [1] * (end - begin)
+        end += 1
 
 
 def _attribute(covered: list[int], total: int) -> list[int]:
