@@ -247,6 +247,7 @@ def _run_rank(
         _redirect_output(log)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # a hung rank's stacks (`_time_out`)
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name may lead nowhere
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.recv()), TORCHELASTIC_USE_AGENT_STORE="True"
     )
@@ -328,6 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"rank {error.rank} failed first, with exit code {code}; the others were stopped", file=sys.stderr
         )
         return code if code > 0 else 128 - code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -33,11 +33,11 @@ def install() -> None:
     from megatron_probes.cpu import replacements
 
     if "torch" not in _installed:
-        _installed.add("torch")
         replacements.apply("torch")
+        _installed.add("torch")
     if "megatron" not in _installed and _has_megatron():
-        _installed.add("megatron")
         replacements.apply("megatron")
+        _installed.add("megatron")
 
 
 def _has_megatron() -> bool:

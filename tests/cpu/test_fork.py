@@ -188,12 +188,20 @@ def test_the_exit_code_is_that_of_the_rank_which_failed(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys, time\n"
         "print('started', os.environ['RANK'], *sys.argv[1:], flush=True)\n"
-        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(1000)\n"
+        f"other = {str(tmp_path / 'other')!r}\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open(other, 'w').close()\n"
+        "    time.sleep(1000)\n"
+        "while not os.path.exists(other):\n"
+        "    time.sleep(0.05)\n"
+        "sys.exit(7)\n"
     )
-    process = launch("-n", 2, script, "--flag", "value")
-    out, err = process.communicate(timeout=120)
+    process = launch("-n", 2, "--log-dir", tmp_path / "logs", script, "--flag", "value")
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 7
-    assert {"started 0 --flag value", "started 1 --flag value"} == set(out.splitlines())
+    for rank in range(2):
+        log = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert log == f"started {rank} --flag value\n"
     assert "rank 1 failed first, with exit code 7; the others were stopped" in err
     assert "Traceback" not in err
 

@@ -54,6 +54,22 @@ def test_importing_loads_and_replaces_nothing() -> None:
     assert python("-c", "import sys, megatron_probes.cpu; print('torch' in sys.modules)") == "False\n"
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "the path of a script is missing; for the list of replaced names give --list"),
+        (["nowhere.py"], "no script at nowhere.py; give the path of a Python file"),
+        (["--root", "nowhere", __file__], "--root nowhere: no megatron/core there; give a Megatron-LM"),
+    ],
+)
+def test_mistakes_are_named(args: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "megatron_probes.cpu", *args]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert run.returncode != 0
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_a_script_runs_on_the_runtime_without_probes(tmp_path: Path) -> None:

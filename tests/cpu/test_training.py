@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import subprocess
@@ -283,6 +284,37 @@ def test_ranks_of_torchrun(one_rank: list[float], tmp_path: Path) -> None:
     flags = [*MODEL, "--mock-data", *SPLIT_WEIGHTS, f"--train-iters={STEPS}", f"--tensorboard-dir={tmp_path}"]
     started(*torchrun, "-m", "megatron_probes.cpu", str(PRETRAIN_SCRIPT), *flags)
     assert logged(tmp_path) == pytest.approx(one_rank, rel=1e-6)
+
+
+def checkout(folder: Path) -> Path:
+    """The installed Megatron laid out as a checkout is: without built dataset helpers."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    wheel = Path(spec.origin).parent
+    core = folder / "megatron" / "core"
+    for directory, ignored in ((core, "datasets"), (core / "datasets", "helpers_cpp*.so")):
+        directory.mkdir(parents=True)
+        for entry in (wheel / directory.relative_to(core)).iterdir():
+            if not entry.match(ignored):
+                (directory / entry.name).symlink_to(entry)
+    (folder / "megatron" / "training").symlink_to(wheel.parent / "training")
+    return folder
+
+
+def test_a_checkout_gets_the_wheels_dataset_helpers(one_rank: list[float], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import runpy\n"
+        "from megatron.core import datasets\n"
+        "print('datasets of', datasets.__file__)\n"
+        f"runpy.run_path({str(PRETRAIN_SCRIPT)!r}, run_name='__main__')\n"
+    )
+    root = checkout(tmp_path / "checkout")
+    flags = [*MODEL, "--mock-data", f"--train-iters={STEPS}", f"--tensorboard-dir={tmp_path / 'events'}"]
+    output = started("-m", "megatron_probes.cpu.fork", "-n", "2", "--root", str(root), str(script), *flags)
+    assert output.count(f"datasets of {root}") == 2
+    assert logged(tmp_path / "events") == pytest.approx(one_rank, rel=1e-6)
 
 
 def test_the_oldest_supported_wheel(tmp_path: Path) -> None:
