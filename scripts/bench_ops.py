@@ -34,6 +34,7 @@ class Figure:
     threads: int
     unit: str  # "of read": the higher the better; "x": how many times faster
     value: float
+    best: float  # the ratio of the fastest rounds: what a quieter machine may show; not held against the bar
     bar: float | None
     gb_per_s: float
     read_gb_per_s: float
@@ -83,6 +84,7 @@ def against_read(
             torch.get_num_threads(),
             "of read",
             median_ratio(times["read"], times[name]),
+            min(times["read"]) / min(times[name]),
             bar,
             size / statistics.median(times[name]) / 1e9,
             size / statistics.median(times["read"]) / 1e9,
@@ -238,6 +240,7 @@ def bench_torch(rounds: int) -> list[Figure]:
                     1,
                     "x",
                     median_ratio(times[rival], times["ours"]),
+                    min(times[rival]) / min(times["ours"]),
                     bar,
                     size / statistics.median(times["ours"]) / 1e9,
                     size / statistics.median(times["read"]) / 1e9,
@@ -272,14 +275,15 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     figures: list[Figure] = []
-    print(f"{'':44} {'threads':>7} {'value':>8} {'unit':8} {'bar':>5}  {'':7} {'GB/s':>6} {'read':>6}")
+    header = f"{'':44} {'threads':>7} {'value':>8} {'best':>6} {'unit':8} {'bar':>5}  {'':7}"
+    print(f"{header} {'GB/s':>6} {'read':>6}")
     for name in arguments.only or BENCHES:
         for f in BENCHES[name](arguments.rounds):
             figures.append(f)
             verdict = "" if f.bar is None else "reached" if f.value >= f.bar else "MISSED"
             bar = "" if f.bar is None else f"{f.bar:g}"
             print(
-                f"{f.name:44} {f.threads:>7} {f.value:>8.2f} {f.unit:8} {bar:>5}  {verdict:7} "
+                f"{f.name:44} {f.threads:>7} {f.value:>8.2f} {f.best:>6.2f} {f.unit:8} {bar:>5}  {verdict:7} "
                 f"{f.gb_per_s:>6.1f} {f.read_gb_per_s:>6.1f}",
                 flush=True,
             )
