@@ -26,7 +26,7 @@ DEFAULTS = {
     },
     "system": {"enabled": True, "peak_flops_per_device": None},
     "tensors": {"enabled": True},
-    "experts": {"enabled": True},
+    "experts": {"enabled": True, "forensics": False},
     "held_out": {"enabled": True, "token_bytes": "auto"},
     "sources": [],
     "source_function": None,

@@ -116,20 +116,38 @@ METRICS = (
             observed=observed,
             numerator=numerator,
             denominator=denominator,
-            reduction=Reduction.COUNTS,
-            axes=_TOKEN_AXES,
+            reduction=reduction,
+            axes=axes,
             unit="1",
             meaning=meaning,
-            planned=True,
         )
-        for kind, observed, numerator, denominator, meaning in (
-            ("load", _COUNTED, "c_i", "sum c", "Share of each expert: a histogram and the top few."),
-            ("bias", "the router's bias, after the step", "b_i", None, "Routing bias of each expert."),
+        for kind, observed, numerator, denominator, reduction, axes, meaning in (
+            (
+                "load",
+                _COUNTED,
+                "c_i",
+                "sum c",
+                Reduction.COUNTS,
+                _TOKEN_AXES,
+                "Share of each expert, over the experts' numbers; the record names the busiest few.",
+            ),
+            (
+                "bias",
+                "the router's bias, after the step",
+                "b_i",
+                None,
+                Reduction.COUNTS,
+                (),
+                "Distribution of the routing bias over the experts; the record names each expert's.",
+            ),
             (
                 "topk_margin",
-                "router scores, valid tokens",
+                "the values that the router ranks (logits, or their scores where the score function comes "
+                "first, plus the routing bias), valid tokens",
                 "score(k) - score(k+1)",
                 None,
+                Reduction.HISTOGRAM,
+                _TOKEN_AXES,
                 "Distribution of the gap that decides the routing: near 0 rounding decides it.",
             ),
         )

@@ -89,19 +89,32 @@ _LOSS = (
         for kind in ("min", "median", "max")
     ),
     MetricSpec(
+        tag="loss/rank_mean",
+        family="loss",
+        priority=Priority.P1,
+        section=1,
+        observed=_STEP_LOSS,
+        numerator="histogram of the data ranks' own sum(m * l) / sum(m)",
+        reduction=Reduction.CELLS,
+        axes=_DATA_AXES,
+        unit="nats",
+        meaning="Distribution of the per-rank mean losses, each named in the record by the rank that "
+        "loss/worst_rank_index would name; with loss.per_rank and at most 64 data ranks.",
+        layout_dependent=True,
+    ),
+    MetricSpec(
         tag="loss/mtp_{layer}",
         family="loss",
         priority=Priority.P1,
         section=1,
         observed="per-token loss of the multi-token prediction head, all micro-batches of the step",
-        numerator="sum(m * l) of the head",
+        numerator="sum(m * l) of the head, m the loss mask moved to the head's own targets",
         denominator="sum(m) of the head",
         reduction=Reduction.RATIO,
         axes=_DATA_AXES,
         unit="nats",
         meaning="Mean loss of one multi-token prediction head, without its coefficient; never part "
         "of loss/global.",
-        planned=True,
     ),
     MetricSpec(
         tag="loss/source/{source}",

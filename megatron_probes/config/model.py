@@ -89,8 +89,7 @@ class LossConfig(Section):
     enabled: Enabled = True
     per_rank: bool = Field(
         default=False,
-        description="Also write a histogram of the per-rank mean losses (at most 64 data ranks). Planned: no "
-        "probe reads it yet.",
+        description="Also write a histogram of the per-rank mean losses (at most 64 data ranks).",
     )
 
 
@@ -176,6 +175,11 @@ class ExpertsConfig(Section):
     """The load of the experts (Specification, section 7)."""
 
     enabled: Enabled = True
+    forensics: bool = Field(
+        default=False,
+        description="On sampled steps also write, by layer, the share of each expert, the routing bias and "
+        "the distribution of the top-k margin (P2).",
+    )
 
 
 class HeldOutConfig(Section):

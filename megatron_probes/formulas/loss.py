@@ -21,6 +21,12 @@ def mean(total: float, count: float) -> float | None:
     return ratio(total, count)
 
 
+def rank_means(sums: ArrayLike, counts: ArrayLike) -> dict[int, float]:
+    """Return the mean loss of each data rank that holds a valid target, by the rank's position."""
+    means, positions = _rank_means(sums, counts)
+    return dict(zip(positions.tolist(), means.tolist(), strict=True))
+
+
 def _rank_means(sums: ArrayLike, counts: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean losses of the ranks that hold a valid target, and those ranks' positions."""
     sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 
 import megatron_probes
-from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop
-from megatron_probes.adapters.megatron_lm.bindings import Binding, decide_bindings, logs_memory, self_check
+from megatron_probes.adapters.megatron_lm import checkpoint, hooks, loop, prediction, routers
+from megatron_probes.adapters.megatron_lm.bindings import (
+    Binding,
+    decide_bindings,
+    degrade,
+    logs_memory,
+    self_check,
+)
 from megatron_probes.adapters.megatron_lm.flag import refusing_bad_config, requested_config
 from megatron_probes.adapters.megatron_lm.held_out import EvaluationWatch, progress_hint, token_bytes
 from megatron_probes.adapters.megatron_lm.layout import build_topology
@@ -26,6 +32,7 @@ from megatron_probes.config import ConfigError, ProbeConfig, load_config
 from megatron_probes.formulas.flops import CONVENTION, ModelShape
 from megatron_probes.probes import (
     ExpertsProbe,
+    Forensics,
     GradientProbe,
     HeldOutProbe,
     LossProbe,
@@ -106,7 +113,7 @@ def _build_probes(
     """The probes that are on, each after those whose values it reads."""
     groups = [part.group for part in observed.gradient_slices]
     probes: list[Probe] = [
-        LossProbe(topology),
+        LossProbe(topology, per_rank=config.loss.per_rank, mtp_heads=args.mtp_num_layers or 0),
         GradientProbe(config.gradient, observed.layer_parts, groups),
         SourcesProbe(config.sources),
         RecoveryProbe(),
@@ -117,9 +124,17 @@ def _build_probes(
             topology,
             observed.moe_layers,
             drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
+            topk=getattr(args, "moe_router_topk", 1),
+            forensics=_forensics(config, args),
         ),
     ]
     return [probe for probe in probes if bindings[probe.family].status != "off"]
+
+
+def _forensics(config: ProbeConfig, args: argparse.Namespace) -> Forensics | None:
+    if not (config.experts.forensics and args.num_experts):
+        return None
+    return Forensics(bias=args.moe_router_enable_expert_bias, margin=not routers.why_no_margin(args))
 
 
 def _build_held_out(
@@ -143,7 +158,9 @@ def _install_hooks(
 ) -> None:
     from megatron.core.utils import unwrap_model
 
-    gradient, tensors, experts = (session.probes.get(f) for f in ("gradient", "tensors", "experts"))
+    loss, gradient, tensors, experts = (
+        session.probes.get(family) for family in ("loss", "gradient", "tensors", "experts")
+    )
     if isinstance(gradient, GradientProbe):
         hooks.watch_gradients(
             session, gradient, optimizer, observed.gradient_slices, observed.replication_check
@@ -153,8 +170,10 @@ def _install_hooks(
             evaluations.watch_labels(chunk)
             if isinstance(tensors, TensorsProbe):
                 hooks.watch_logits(session, tensors, chunk, _vocab_size(args))
+            if isinstance(loss, LossProbe) and args.mtp_num_layers:
+                prediction.watch_prediction_losses(session, loss, chunk)
     if isinstance(experts, ExpertsProbe):
-        hooks.watch_routers(session, experts, observed.routers)
+        routers.watch_routers(session, experts, observed.routers)
 
 
 def _vocab_size(args: argparse.Namespace) -> int:
@@ -169,8 +188,7 @@ def _shape(args: argparse.Namespace, bindings: dict[str, Binding]) -> ModelShape
     try:
         return model_shape(args, _vocab_size(args))
     except UncountedModel as reason:
-        if bindings["system"].status == "bound":
-            bindings["system"] = Binding("system", "degraded", f"no FLOP rate: {reason}")
+        degrade(bindings, "system", f"no FLOP rate: {reason}")
         return None
 
 

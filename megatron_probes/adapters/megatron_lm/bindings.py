@@ -6,8 +6,10 @@ import argparse
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_probes.adapters.megatron_lm.routers import why_no_margin, why_padding
 from megatron_probes.catalog import Priority
 from megatron_probes.config import ProbeConfig
+from megatron_probes.probes.loss import PER_RANK_LIMIT
 
 Status = Literal["bound", "degraded", "off"]
 
@@ -69,13 +71,29 @@ def decide_bindings(config: ProbeConfig, args: argparse.Namespace) -> dict[str, 
         off("experts", "the model has no MoE layer")
     if bindings["loss"].status == "off" and bindings["gradient"].status == "off":
         off("stability", "neither the loss nor the gradient probe is on")
-    if bindings["system"].status == "bound" and logs_memory(args):
-        bindings["system"] = Binding(
-            "system",
-            "degraded",
-            "Megatron's own memory logging reads the peak counters: memory peaks are of the whole run",
-        )
+    if logs_memory(args):
+        reason = "Megatron's own memory logging reads the peak counters: memory peaks are of the whole run"
+        degrade(bindings, "system", reason)
+    if bindings["experts"].status != "off":
+        if padding := why_padding(args):
+            reason = f"{padding}: padding is counted where the script gives the model no padding_mask"
+            degrade(bindings, "experts", reason)
+        if config.experts.forensics and (hidden_margin := why_no_margin(args)):
+            degrade(bindings, "experts", f"no topk_margin: {hidden_margin}")
+    if config.loss.per_rank:
+        data_ranks = args.data_parallel_size * args.context_parallel_size
+        if data_ranks > PER_RANK_LIMIT:
+            reason = f"no loss/rank_mean: {data_ranks} data ranks, more than {PER_RANK_LIMIT}"
+            degrade(bindings, "loss", reason)
     return bindings
+
+
+def degrade(bindings: dict[str, Binding], family: str, reason: str) -> None:
+    """Notes what a family that is on cannot show, beside what was noted before."""
+    binding = bindings[family]
+    if binding.status != "off":
+        reasons = "; ".join(filter(None, (binding.reason, reason)))
+        bindings[family] = Binding(family, "degraded", reasons)
 
 
 def _cuda_graph(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:

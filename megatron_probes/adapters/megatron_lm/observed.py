@@ -15,10 +15,10 @@ from megatron_probes.adapters.megatron_lm.gradients import (
     counted_slices,
     element_totals,
 )
-from megatron_probes.adapters.megatron_lm.hooks import moe_routers
 from megatron_probes.adapters.megatron_lm.layout import process_groups
 from megatron_probes.adapters.megatron_lm.ownership import UnknownLayout, held_tensors
 from megatron_probes.adapters.megatron_lm.parameters import layer_part, parameter_names
+from megatron_probes.adapters.megatron_lm.routers import moe_routers
 from megatron_probes.config.model import GradientConfig
 from megatron_probes.probes import MoELayer
 from megatron_probes.topology import Topology
