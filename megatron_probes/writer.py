@@ -75,6 +75,7 @@ class StepItem:
     def drop_p1(self) -> None:
         p0 = {kind: cells[: self.p0_cells[kind]] for kind, cells in self.payload.cells.items()}
         self.payload = replace(self.payload, cells=p0)
+        self.facts = replace(self.facts, priority=Priority.P0)
 
 
 class Writer:
