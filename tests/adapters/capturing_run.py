@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -183,6 +184,25 @@ def train(run: Run, ranks: int) -> tuple[list[StepRecord], list[Captured]]:
     prepare(run)
     fork_ranks(_Rank(run), ranks, timeout_s=300, log_dir=Path(run.folder) / "logs", preloaded=True)
     return results(run, ranks)
+
+
+def train_older(run: Run, root: Path) -> tuple[list[StepRecord], list[Captured]]:
+    """The same on one rank with the Megatron in `root`."""
+    prepare(run)
+    description = Path(run.folder) / "run.json"
+    description.write_text(json.dumps(asdict(run)))
+    command = ["-m", "megatron_probes.cpu.fork", "--root", root, __file__, description]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"megatron-core {root.name}" in done.stdout
+    return results(run, 1)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from capturing_run import Captured, Run, prepare, results, train
+from capturing_run import Captured, Run, train, train_older
 
 from megatron_probes.sinks import StepRecord
-from tests.patches.megatron_releases import RELEASES, copy_release
+from tests.patches.megatron_releases import copy_release
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -90,24 +86,6 @@ def test_heads_are_measured_at_sampled_steps_only(tmp_path: Path) -> None:
     assert ["loss/mtp_000" in record.values for record in records] == [False, True]
 
 
-@pytest.mark.parametrize("release", RELEASES[:1])
-def test_older_releases_keep_them_in_the_same_place(tmp_path: Path, release: str) -> None:
-    run = Run(str(tmp_path), PREDICTION)
-    prepare(run)
-    description = tmp_path / "run.json"
-    description.write_text(json.dumps(asdict(run)))
-    script = Path(__file__).with_name("capturing_run.py")
-    root = copy_release(release, tmp_path)
-    command = ["-m", "megatron_probes.cpu.fork", "--root", root, script, description]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert f"megatron-core {release}" in done.stdout
-    records, seen = results(run, 1)
+def test_older_releases_keep_them_in_the_same_place(tmp_path: Path) -> None:
+    records, seen = train_older(Run(str(tmp_path), PREDICTION), copy_release("0.17.1", tmp_path))
     check(records[0], seen)

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from capturing_run import Captured, Run, experts, printed, train
+from capturing_run import Captured, Run, experts, printed, train, train_older
 
 from megatron_probes.adapters.megatron_lm.routers import why_no_margin, why_padding
 from megatron_probes.ops import bin_edges
+from megatron_probes.sinks import StepRecord
+from tests.patches.megatron_releases import copy_release
 
 EXPERTS, TOPK = 4, 2
 FORENSICS = {"experts": {"forensics": True}}
@@ -81,10 +83,19 @@ def expected_counts(calls: list[dict]) -> np.ndarray:
 def test_forensics_are_what_the_routers_did(
     tmp_path: Path, ranks: int, flags: list[str], score_function: str
 ) -> None:
-    run = Run(str(tmp_path), experts(*flags), FORENSICS)
-    records, seen = train(run, ranks)
-    first = records[0]
-    assert "collectives; sampled steps" in printed(run)
+    records, seen = train(Run(str(tmp_path), experts(*flags), FORENSICS), ranks)
+    check_forensics(records[0], seen, flags, score_function)
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_older_releases_show_their_scores_too(tmp_path: Path) -> None:
+    run = Run(str(tmp_path), experts(*SIGMOID), FORENSICS)
+    records, seen = train_older(run, copy_release("0.17.1", tmp_path))
+    check_forensics(records[0], seen, SIGMOID, "sigmoid")
+
+
+def check_forensics(first: StepRecord, seen: list[Captured], flags: list[str], score_function: str) -> None:
     for layer in LAYERS:
         calls = calls_of(layer, seen)
         margins = expected_margins(calls, score_function)
