@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from quantities import CLASSES, Kind, Quantities, Quantity, layer_parts, statistics
-from rank_capture import RankCapture, Shard
+from rank_capture import RankCapture, Routed, Shard
 from sharding import held_elements
 from toy_batches import GLOBAL_BATCH, NUM_SOURCES, SOURCES, VOCABULARY, find_samples, source_of
 from toy_gpt import ToyGPT
@@ -19,17 +19,20 @@ from toy_reference import Reference
 PADS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def captured_sums(ranks: Sequence[RankCapture], model: ToyGPT, step: int) -> Quantities:
-    """The quantities of step `step` (from 0) by what the ranks saw."""
+def captured_sums(
+    ranks: Sequence[RankCapture], model: ToyGPT, step: int, options: frozenset[str] = frozenset()
+) -> Quantities:
+    """The quantities of step `step` (from 0) by what the ranks saw.
+
+    `options` name what the run switched on besides: "aux_loss", "capacity".
+    """
     found: Quantities = {}
     found.update(_losses(ranks, step))
     found.update(_gradient_sums(whole_gradients(ranks, model, step, "gradients"), model))
     clipped = whole_gradients(ranks, model, step, "clipped")
     found.update(statistics("grad/clipped", _row(clipped.values())))
     found.update(_logits(_logit_shards(ranks, step)))
-    for layer, counts in routed_tokens(ranks, model, step).items():
-        found.update(_counts(layer, counts))
-        found.update(_no_aux_loss(layer))
+    found.update(_experts(ranks, model, step, options))
     return found
 
 
@@ -85,16 +88,64 @@ def whole_gradients(
 
 
 def routed_tokens(ranks: Sequence[RankCapture], model: ToyGPT, step: int) -> dict[int, np.ndarray]:
-    """Layer -> tokens of each expert, int64 [experts], over all ranks that see different tokens."""
+    """Layer -> tokens of each expert before dropping, int64 [experts], over all ranks with tokens of their own."""
     counts: dict[int, np.ndarray] = {}
-    for rank in ranks:
-        # Without sequence parallelism every tensor-parallel rank routes the same tokens.
-        if rank.place.tp[0] > 0 and not rank.sequence_parallel:
-            continue
-        for layer, maps in rank.steps[step].routing.items():
+    for rank in _token_holders(ranks):
+        for layer, micro_batches in rank.steps[step].routing.items():
             whole = counts.setdefault(layer, np.zeros(model.experts, np.int64))
-            whole += sum(map_TE.sum(axis=0) for map_TE in maps)
+            whole += sum(_chosen(routed, model.topk).sum(axis=0) for routed in micro_batches)
     return counts
+
+
+def _token_holders(ranks: Sequence[RankCapture]) -> list[RankCapture]:
+    """Without sequence parallelism every tensor-parallel rank routes the same tokens."""
+    return [rank for rank in ranks if rank.place.tp[0] == 0 or rank.sequence_parallel]
+
+
+def _chosen(routed: Routed, topk: int) -> np.ndarray:
+    """The map before dropping: where nothing was dropped, the router's own; else the top k of the logits."""
+    if (routed.kept.sum(axis=1) == topk).all():
+        return routed.kept
+    chosen = np.zeros_like(routed.kept)
+    np.put_along_axis(chosen, np.argsort(-routed.logits, axis=1)[:, :topk], True, axis=1)
+    return chosen
+
+
+def _experts(ranks: Sequence[RankCapture], model: ToyGPT, step: int, options: frozenset[str]) -> Quantities:
+    """Counts of each router; what a capacity dropped; the load-balancing loss where it is on."""
+    found: Quantities = {}
+    for layer, counts in routed_tokens(ranks, model, step).items():
+        found.update(_counts(layer, counts))
+        total, micro_batches = _aux_loss(ranks, model, step, layer) if "aux_loss" in options else (0.0, 0.0)
+        name = f"moe/layer_{layer:03d}/aux_loss"
+        found[f"{name}/sum"] = Quantity(total, free=False)
+        found[f"{name}/micro_batches"] = Quantity(micro_batches, Kind.COUNT, free=False)
+    if "capacity" in options:
+        kept = chosen = 0
+        for rank in _token_holders(ranks):
+            for routed in (r for rs in rank.steps[step].routing.values() for r in rs):
+                kept += int(routed.kept.sum())
+                chosen += int(_chosen(routed, model.topk).sum())
+        found["moe/dropped[0]"] = Quantity(float(chosen - kept), Kind.COUNT, free=False)
+        found["moe/dropped[1]"] = Quantity(float(chosen), Kind.COUNT, free=False)
+    return found
+
+
+def _aux_loss(ranks: Sequence[RankCapture], model: ToyGPT, step: int, layer: int) -> tuple[float, float]:
+    """E sum f_i P_i summed over micro-batches, and their number; one micro-batch spans the tp and cp ranks."""
+    shared: dict[tuple[int, int], list[Routed]] = {}
+    for rank in _token_holders(ranks):
+        for index, routed in enumerate(rank.steps[step].routing.get(layer, [])):
+            shared.setdefault((rank.place.dp, index), []).append(routed)
+    total = 0.0
+    for pieces in shared.values():
+        logits = np.concatenate([piece.logits for piece in pieces]).astype(np.float64)
+        counts = np.concatenate([_chosen(piece, model.topk) for piece in pieces]).sum(axis=0)
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+        fractions = counts / (model.topk * len(logits))
+        total += model.experts * float((fractions * scores.mean(axis=0)).sum())
+    return total, float(len(shared))
 
 
 def _losses(ranks: Sequence[RankCapture], step: int) -> Quantities:
@@ -148,14 +199,6 @@ def _logits(shards: Sequence[np.ndarray]) -> Quantities:
 def _counts(layer: int, tokens: np.ndarray) -> Quantities:
     name = f"moe/layer_{layer:03d}/tokens"
     return {f"{name}[{e}]": Quantity(float(count), Kind.COUNT) for e, count in enumerate(tokens)}
-
-
-def _no_aux_loss(layer: int) -> Quantities:
-    name = f"moe/layer_{layer:03d}/aux_loss"
-    return {
-        f"{name}/sum": Quantity(0.0, free=False),
-        f"{name}/micro_batches": Quantity(0.0, Kind.COUNT, free=False),
-    }
 
 
 def _gradient_sums(gradients: Mapping[str, np.ndarray], model: ToyGPT) -> Quantities:

@@ -31,14 +31,22 @@ class MicroBatch:
 
 
 @dataclass
+class Routed:
+    """One micro-batch's tokens in one router: logits [tokens, experts], the map after any dropping."""
+
+    logits: np.ndarray
+    kept: np.ndarray
+
+
+@dataclass
 class StepCapture:
     """All that one rank saw in one step."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
     """[s, b, v/tp] of each micro-batch, padding columns included."""
-    routing: dict[int, list[np.ndarray]] = field(default_factory=dict)
-    """Global layer (from 0) -> bool maps [tokens, experts]."""
+    routing: dict[int, list[Routed]] = field(default_factory=dict)
+    """Global layer (from 0) -> its micro-batches."""
     gradients: list[Shard] = field(default_factory=list)
     clipped: list[Shard] = field(default_factory=list)
     grad_norm: float | None = None
@@ -128,17 +136,17 @@ class Recorder:
 
         training.setup_model_and_optimizer = watched_setup
 
-        forward = TopKRouter.forward
+        routing = TopKRouter.routing
 
-        @functools.wraps(forward)
-        def watched_router(router: Any, *args: Any, **kwargs: Any) -> Any:
-            probs, routing_map = forward(router, *args, **kwargs)
+        @functools.wraps(routing)
+        def watched_routing(router: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            probs, routing_map = routing(router, logits, *args, **kwargs)
             if torch.is_grad_enabled() and router.training:
-                maps = self.steps[-1].routing.setdefault(router.layer_number - 1, [])
-                maps.append(routing_map.numpy().copy())
+                seen = Routed(_array(logits).reshape(routing_map.shape), routing_map.numpy().copy())
+                self.steps[-1].routing.setdefault(router.layer_number - 1, []).append(seen)
             return probs, routing_map
 
-        TopKRouter.forward = watched_router
+        TopKRouter.routing = watched_routing
 
     def _watch_logits(self, chunks: list[Any]) -> None:
         from megatron.core.utils import unwrap_model

@@ -58,8 +58,8 @@ class Batches(torch.utils.data.Dataset):
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Batches, None, None]:
-    """The training set, for `train_valid_test_datasets_provider` of the script."""
-    return Batches(num_samples[0]), None, None
+    """The training set, with a batch to spare, for `train_valid_test_datasets_provider` of the script."""
+    return Batches(num_samples[0] + GLOBAL_BATCH), None, None
 
 
 def positions(cp_rank: int, cp_size: int) -> np.ndarray:

@@ -5,7 +5,7 @@ b = batch, s = sequence, h = hidden, n = heads, g = query groups, d = head size,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,22 @@ class Reference:
         return float((self.losses_BS * self.mask_BS).sum() / self.mask_BS.sum())
 
 
-def run_reference(model: ToyGPT, samples: Sequence[int], dtype: torch.dtype = torch.float64) -> Reference:
-    """Forward and backward of one global batch; float32 shows what the forward's own rounding explains."""
+def run_reference(
+    model: ToyGPT,
+    samples: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+    *,
+    token_weights_BS: np.ndarray | None = None,
+    perturb: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+) -> Reference:
+    """Forward and backward of one global batch.
+
+    float32 shows what the forward's own rounding explains. `token_weights_BS` weighs the losses for the
+    gradient, instead of 1 / (valid targets) each. `perturb` changes the weights of the model first.
+    """
     weights = {
-        name: torch.from_numpy(values).to(dtype).requires_grad_() for name, values in model.weights().items()
+        name: torch.from_numpy(perturb(values)).to(dtype).requires_grad_()
+        for name, values in model.weights().items()
     }
     batches = Batches(max(samples) + 1)
     batch = [batches[sample] for sample in samples]
@@ -49,7 +61,8 @@ def run_reference(model: ToyGPT, samples: Sequence[int], dtype: torch.dtype = to
     logits_BSV = forward.logits(tokens_BS)
     losses_BS = F.cross_entropy(logits_BSV.transpose(1, 2), labels_BS, reduction="none")
     mask_BS = mask_BS.to(dtype)
-    ((losses_BS * mask_BS).sum() / mask_BS.sum()).backward()
+    each_BS = mask_BS / mask_BS.sum() if token_weights_BS is None else torch.from_numpy(token_weights_BS)
+    (losses_BS * each_BS.to(dtype)).sum().backward()
     gradients = {name: weight.grad.double().numpy() for name, weight in weights.items()}
     return Reference(
         losses_BS=losses_BS.detach().double().numpy(),
