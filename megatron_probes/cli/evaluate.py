@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -72,12 +73,11 @@ def evaluate(
             run_scorers=run_scorers,
         )
         job.check()
-        if device == "cpu" or (device == "auto" and not _has_cuda()):
-            fault = _run_on_cpu(job)
-        else:
-            fault = _run_on_gpu(job)
-        if fault is not None:
-            raise SuiteError(fault)
+        on_cpu = device == "cpu" or (device == "auto" and not _has_cuda())
+        outcome = _run_on_cpu(job) if on_cpu else _run_on_gpu(job)
+        if outcome.fault is not None:
+            raise SuiteError(outcome.fault)
+        _report(outcome)
     except SuiteError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -128,11 +128,13 @@ class _Job:
         from megatron_probes.evaluation import build_tokenizer, load_suite
         from megatron_probes.evaluation.megatron.checkpoint import find_checkpoints
 
-        build_tokenizer(load_suite(self.suite).tokenizer)
+        suite = load_suite(self.suite)
+        suite.check_scorers(allowed=self.run_scorers)
+        build_tokenizer(suite.tokenizer)
         find_checkpoints(self.checkpoint, self.iterations)
 
-    def run(self) -> str | None:
-        """Evaluate as one rank of the layout; returns what is wrong with the input, the same on all ranks."""
+    def run(self) -> _Outcome:
+        """Evaluate as one rank of the layout; the fault, if any, is the same on all ranks."""
         import torch.distributed as dist
 
         from megatron_probes.evaluation import SuiteError, load_suite
@@ -153,24 +155,34 @@ class _Job:
                     announce=announce,
                 )
             except SuiteError as error:
-                return str(error)
-        if folder is not None:
-            _report(results, folder)
-        return None
+                return _Outcome(fault=str(error))
+        return _Outcome(results=results, folder=folder)
 
 
-def _run_on_cpu(job: _Job) -> str | None:
-    from megatron_probes.cpu import fork
+@dataclass(frozen=True)
+class _Outcome:
+    """What one rank has to say at the end."""
 
-    def rank(_: int) -> str | None:
-        with fork.gloo_process_group():
-            return job.run()
-
-    fork.preload()
-    return next(iter(fork.fork_ranks(rank, job.layout.ranks, timeout_s=math.inf)))
+    fault: str | None = None
+    results: Sequence[TaskResult] = ()
+    folder: Path | None = None
+    """Only on the rank that wrote."""
 
 
-def _run_on_gpu(job: _Job) -> str | None:
+def _run_on_cpu(job: _Job) -> _Outcome:
+    from megatron_probes.cpu.fork import fork_ranks
+
+    return fork_ranks(partial(_cpu_rank, job=job), job.layout.ranks, timeout_s=math.inf, preloaded=True)[0]
+
+
+def _cpu_rank(_: int, *, job: _Job) -> _Outcome:
+    from megatron_probes.cpu.fork import gloo_process_group
+
+    with gloo_process_group():
+        return job.run()
+
+
+def _run_on_gpu(job: _Job) -> _Outcome:
     import torch
     import torch.distributed as dist
 
@@ -180,8 +192,7 @@ def _run_on_gpu(job: _Job) -> str | None:
     else:
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
     try:
-        fault = job.run()
-        return fault if dist.get_rank() == 0 else None
+        return job.run()
     finally:
         dist.destroy_process_group()
 
@@ -208,14 +219,17 @@ def _progress_bar(visible: bool) -> Iterator[Callable[[str], Progress]]:
         yield announce
 
 
-def _report(results: Sequence[TaskResult], folder: Path) -> None:
+def _report(outcome: _Outcome) -> None:
     from rich.console import Console
 
     from megatron_probes.evaluation.results import table
     from megatron_probes.sinks import SHOW_EVERY_POINT
 
-    Console().print(table(results))
-    for line in dict.fromkeys(f"{r.task}, {example}" for r in results for example in r.fault_examples):
+    if outcome.folder is None:
+        return
+    Console().print(table(outcome.results))
+    examples = (f"{result.task}, {text}" for result in outcome.results for text in result.fault_examples)
+    for line in dict.fromkeys(examples):
         typer.echo(f"left out: {line}", err=True)
-    typer.echo(f"Results: {folder / 'results'}")
-    typer.echo(f"tensorboard --logdir {folder / 'tensorboard' / 'by_step'} {SHOW_EVERY_POINT}")
+    typer.echo(f"Results: {outcome.folder / 'results'}")
+    typer.echo(f"tensorboard --logdir {outcome.folder / 'tensorboard' / 'by_step'} {SHOW_EVERY_POINT}")

@@ -237,6 +237,22 @@ class Suite(Part):
             raise ValueError("decision_weights: averaged needs an `averaging` section")
         return self
 
+    def check_scorers(self, *, allowed: bool) -> None:
+        """Raises ``SuiteError`` where a task runs the user's code and that isn't ``allowed``."""
+        for task in self.tasks:
+            score = task.scored if isinstance(task, MediaGainTask) else task
+            if scorer := getattr(score, "scorer", None):
+                check_allowed(scorer, allowed)
+
+
+def check_allowed(scorer: str, allowed: bool) -> None:
+    """Raises ``SuiteError`` where the user's scorer may not run."""
+    if not allowed:
+        raise SuiteError(
+            f"scorer {scorer}: the suite runs code, and may run what the model wrote; "
+            "if that is what you want give --run-scorers"
+        )
+
 
 def load_suite(path: str | os.PathLike[str]) -> Suite:
     """Return the suite in the YAML file ``path``; relative paths in it start at its folder.

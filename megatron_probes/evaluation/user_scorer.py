@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_probes.evaluation.documents import Item
-from megatron_probes.evaluation.suite import SuiteError
+from megatron_probes.evaluation.suite import check_allowed
 
 _CHILD = """
 import json, os, resource, runpy, sys
@@ -58,11 +58,7 @@ class UserScorer:
         time_limit_s: float = 10.0,
         memory_limit_mb: int = 1024,
     ) -> None:
-        if not allowed:
-            raise SuiteError(
-                f"scorer {scorer}: the suite runs code, and may run what the model wrote; "
-                "if that is what you want give --run-scorers"
-            )
+        check_allowed(scorer, allowed)
         self._file, _, self._function = scorer.rpartition(":")
         self._time_limit_s = time_limit_s
         self._memory = memory_limit_mb << 20

@@ -82,3 +82,14 @@ def test_paths_start_at_the_suites_folder(folder: Path) -> None:
 def test_templates_hold_plain_fields(template: str) -> None:
     with pytest.raises(SuiteError, match="template"):
         list(template_fields(template))
+
+
+def test_the_documented_example_is_a_suite() -> None:
+    suite = load_suite(Path(__file__).parents[2] / "docs" / "evaluation_example" / "suite.yaml")
+    assert {task.kind for task in suite.tasks} == {
+        "perplexity",
+        "multiple_choice",
+        "greedy",
+        "pass_at_k",
+        "media_gain",
+    }

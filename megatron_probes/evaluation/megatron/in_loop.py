@@ -34,7 +34,8 @@ def evaluate_in_loop(
 
     ``model`` is the list of this rank's chunks as Megatron's training holds them. They run in the arithmetic
     of training (bf16 as a rule), so a value differs a little from the float32 one of the saved checkpoint.
-    Random states, modes, gradients and accumulators are as before when it returns, and no tensor is kept.
+    Random states, modes, gradients and accumulators are as before when it returns, and no tensor is kept but
+    entries of Megatron's own cache of rotary positions (32 at most, one a length).
     Parameters must be whole: with --overlap-param-gather call it where Megatron evaluates, after it has
     switched the gathering hooks off.
 
