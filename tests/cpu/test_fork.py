@@ -71,12 +71,13 @@ def test_a_failure_names_the_rank_and_stops_the_others() -> None:
                 raise ValueError("a bad value")
             dist.barrier()
 
+    before = psutil.Process().children()
     with pytest.raises(RankError, match="a bad value") as error:
         fork_ranks(fail_on_rank_1, 3, timeout_s=TIMEOUT_S)
     assert error.value.rank == 1
     assert error.value.exitcode == 1
     assert "in fail_on_rank_1" in error.value.reason
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_exit_codes_are_kept() -> None:
@@ -111,12 +112,12 @@ def test_hung_ranks_time_out_with_their_stacks_in_the_logs(tmp_path: Path) -> No
         if rank == 0:
             time.sleep(1000)
 
-    start = time.monotonic()
+    before, start = psutil.Process().children(), time.monotonic()
     with pytest.raises(RankTimeout, match=r"ranks \[0\] still ran after 2"):
         fork_ranks(hang_on_rank_0, 2, timeout_s=2, log_dir=tmp_path)
     assert time.monotonic() - start < 20
     assert "in hang_on_rank_0" in (tmp_path / "rank0.log").read_text()
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_output_goes_to_the_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
