@@ -17,7 +17,7 @@ from megatron_probes.adapters.megatron_lm.gradients import (
 )
 from megatron_probes.adapters.megatron_lm.layout import process_groups
 from megatron_probes.adapters.megatron_lm.ownership import UnknownLayout, held_tensors
-from megatron_probes.adapters.megatron_lm.parameters import layer_part, parameter_names
+from megatron_probes.adapters.megatron_lm.parameters import layer_part, parameter_names, unused_parameters
 from megatron_probes.adapters.megatron_lm.routers import moe_routers
 from megatron_probes.config.model import GradientConfig
 from megatron_probes.probes import MoELayer
@@ -78,8 +78,10 @@ def _observe_gradients(
     vocab_size: int,
 ) -> None:
     names = parameter_names(model)
-    held = held_tensors(optimizer, names)
-    parameters = {names[id(p)]: p for chunk in model for p in chunk.parameters() if id(p) in names}
+    unused = unused_parameters(model)
+    held = [tensor for tensor in held_tensors(optimizer, names) if id(tensor.parameter) not in unused]
+    named = (p for chunk in model for p in chunk.parameters() if id(p) in names and id(p) not in unused)
+    parameters = {names[id(p)]: p for p in named}
     parts = {part for part in map(layer_part, names.values()) if part is not None}
     observed.layer_parts = sorted(set(_of_all_stages(sorted(parts), topology)))
     observed.gradient_slices = counted_slices(held, topology, config.placement, vocab_size=vocab_size)

@@ -47,6 +47,25 @@ def parameter_names(model: list[Any]) -> dict[int, str]:
     return names
 
 
+def unused_parameters(model: list[Any]) -> set[int]:
+    """id(parameter) of the output weights that no head uses.
+
+    A last stage with prediction heads holds the embedding and ties its heads to that one; Megatron still
+    allocates the output layer's own weight there.
+    """
+    from megatron.core.utils import unwrap_model
+
+    return {
+        id(chunk.output_layer.weight)
+        for chunk in (unwrap_model(chunk) for chunk in model)
+        if getattr(chunk, "share_embeddings_and_output_weights", False)
+        and getattr(chunk, "mtp_process", False)
+        and getattr(chunk, "post_process", False)
+        and chunk.output_layer.weight is not None
+        and chunk.output_layer.weight is not chunk.shared_embedding_or_output_weight()
+    }
+
+
 def _layer_prefixes(chunk: Any) -> dict[str, str]:
     """Local module name of each layer -> its global name; the outermost numbered module is the layer."""
     prefixes: dict[str, str] = {}
