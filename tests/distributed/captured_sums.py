@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from quantities import CLASSES, Kind, Quantities, Quantity, layer_parts, statistics
+from quantities import CLASSES, Kind, Quantities, Quantity, bins, layer_parts, statistics
 from rank_capture import RankCapture, Routed, Shard
 from sharding import held_elements
-from toy_batches import GLOBAL_BATCH, NUM_SOURCES, SOURCES, VOCABULARY, find_samples, source_of
+from toy_batches import (
+    GLOBAL_BATCH,
+    NUM_SOURCES,
+    SOURCES,
+    VOCABULARY,
+    find_samples,
+    positions,
+    source_of,
+    valid_length,
+)
 from toy_gpt import ToyGPT
 from toy_reference import Reference
 
@@ -28,6 +37,7 @@ def captured_sums(
     """
     found: Quantities = {}
     found.update(_losses(ranks, step))
+    found.update(_losses_ahead(ranks, model, step))
     found.update(_gradient_sums(whole_gradients(ranks, model, step, "gradients"), model))
     clipped = whole_gradients(ranks, model, step, "clipped")
     found.update(statistics("grad/clipped", _row(clipped.values())))
@@ -88,7 +98,7 @@ def whole_gradients(
 
 
 def routed_tokens(ranks: Sequence[RankCapture], model: ToyGPT, step: int) -> dict[int, np.ndarray]:
-    """Layer -> tokens of each expert before dropping, int64 [experts], over all ranks with tokens of their own."""
+    """Layer -> tokens of each expert before dropping, int64 [experts], over all ranks."""
     counts: dict[int, np.ndarray] = {}
     for rank in _token_holders(ranks):
         for layer, micro_batches in rank.steps[step].routing.items():
@@ -120,6 +130,10 @@ def _experts(ranks: Sequence[RankCapture], model: ToyGPT, step: int, options: fr
         name = f"moe/layer_{layer:03d}/aux_loss"
         found[f"{name}/sum"] = Quantity(total, free=False)
         found[f"{name}/micro_batches"] = Quantity(micro_batches, Kind.COUNT, free=False)
+        if "margin" in options:
+            found.update(
+                bins(f"moe/layer_{layer:03d}/topk_margin", _margins(ranks, model, step, layer), model)
+            )
     if "capacity" in options:
         kept = chosen = 0
         for rank in _token_holders(ranks):
@@ -131,8 +145,20 @@ def _experts(ranks: Sequence[RankCapture], model: ToyGPT, step: int, options: fr
     return found
 
 
+def _margins(ranks: Sequence[RankCapture], model: ToyGPT, step: int, layer: int) -> np.ndarray:
+    """How many tokens have their k-th and next logit how far apart: by the specification's bins of 1.04."""
+    edges = 1e-12 * np.cumprod(np.full(1058, 1.04)) / 1.04
+    counts = np.zeros(len(edges) + 1)
+    for rank in _token_holders(ranks):
+        for routed in rank.steps[step].routing.get(layer, []):
+            ranked = -np.sort(-routed.logits, axis=1)
+            margins = (ranked[:, model.topk - 1] - ranked[:, model.topk]).astype(np.float64)
+            np.add.at(counts, np.searchsorted(edges, margins, side="right"), 1.0)
+    return counts
+
+
 def _aux_loss(ranks: Sequence[RankCapture], model: ToyGPT, step: int, layer: int) -> tuple[float, float]:
-    """E sum f_i P_i summed over micro-batches, and their number; one micro-batch spans the tp and cp ranks."""
+    """E sum f_i P_i summed over micro-batches, and their number; tp and cp ranks share a micro-batch."""
     shared: dict[tuple[int, int], list[Routed]] = {}
     for rank in _token_holders(ranks):
         for index, routed in enumerate(rank.steps[step].routing.get(layer, [])):
@@ -177,6 +203,29 @@ def _losses(ranks: Sequence[RankCapture], step: int) -> Quantities:
     for cell in range(len(SOURCES) + 1):
         found[f"loss/source/sum[{cell}]"] = Quantity(float(source_sums[cell]))
         found[f"loss/source/tokens[{cell}]"] = Quantity(float(source_tokens[cell]), Kind.COUNT)
+    return found
+
+
+def _losses_ahead(ranks: Sequence[RankCapture], model: ToyGPT, step: int) -> Quantities:
+    """Depth d predicts d + 1 tokens further on: its mask ends that much earlier."""
+    sums, tokens = np.zeros(model.heads_ahead), np.zeros(model.heads_ahead)
+    batch = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+    for rank in ranks:
+        if not (rank.is_last_stage and rank.place.tp[0] == 0):
+            continue
+        held = positions(rank.place.cp, rank.place.cp_size)
+        for micro_batch in rank.steps[step].micro_batches:
+            samples = find_samples(micro_batch.labels, rank.place.cp, rank.place.cp_size, batch)
+            lengths = np.array([valid_length(sample) for sample in samples])
+            for depth, losses in enumerate(micro_batch.ahead):
+                mask = held[None, :] < lengths[:, None] - (depth + 1)
+                sums[depth] += losses.astype(np.float64)[mask].sum()
+                tokens[depth] += mask.sum()
+    found: Quantities = {}
+    for depth in range(model.heads_ahead):
+        cell = f"[{depth}]" if model.heads_ahead > 1 else ""
+        found[f"loss/mtp/sum{cell}"] = Quantity(float(sums[depth]))
+        found[f"loss/mtp/tokens{cell}"] = Quantity(float(tokens[depth]), Kind.COUNT)
     return found
 
 
@@ -230,21 +279,22 @@ def _class_of(name: str) -> str:
 
 
 def _part_of(name: str) -> str | None:
-    """`layer_NNN/<part>` of a parameter inside the layers."""
-    if not name.startswith("decoder.layers."):
+    """`layer_NNN/<part>` of a parameter inside the layers, `mtp_NNN/<part>` in a prediction head."""
+    if not name.startswith(("decoder.layers.", "mtp.layers.")):
         return None
-    layer = int(name.split(".")[2])
+    block = f"{'mtp' if name.startswith('mtp') else 'layer'}_{int(name.split('.')[2]):03d}"
     for piece, part in (
         (".experts.", "experts"),
         ("router", "router"),
-        ("layernorm", "norm"),
+        ("norm.", "norm"),
+        ("eh_proj", "other"),
         ("linear_qkv", "attention_qkv"),
         ("linear_proj", "attention_proj"),
         ("linear_fc1", "mlp_fc1"),
         ("linear_fc2", "mlp_fc2"),
     ):
         if piece in name:
-            return f"layer_{layer:03d}/{part}"
+            return f"{block}/{part}"
     raise ValueError(f"{name}: a parameter of no known part")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantities import Kind, Quantities
 
@@ -30,6 +30,14 @@ def compare(found: Quantities, right: Quantities, *, free_only: bool = False) ->
     """Every quantity's difference. Raises AssertionError when the two don't hold the same names."""
     if free_only:
         found, right = ({n: q for n, q in side.items() if q.free} for side in (found, right))
+    # A bin that only one side has a value in holds none on the other.
+    binned = {
+        n: q for side in (found, right) for n, q in side.items() if n.endswith("]") and q.kind is Kind.ZEROS
+    }
+    found, right = (
+        side | {n: replace(q, value=0.0) for n, q in binned.items() if n not in side}
+        for side in (found, right)
+    )
     assert found.keys() == right.keys(), (
         f"only in the record: {sorted(found.keys() - right.keys())}, "
         f"only in the reference: {sorted(right.keys() - found.keys())}"

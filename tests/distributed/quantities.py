@@ -23,7 +23,7 @@ class Kind(enum.Enum):
 
     REAL = "a sum or maximum of floating-point values"
     COUNT = "a count of tokens or elements: exact"
-    ZEROS = "a count of exact zeros, which rounding can flip"
+    ZEROS = "a count of exact zeros, or of values in a bin, which rounding can flip"
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,23 @@ def sum_and_count(name: str, cells: Sequence[float], model: ToyGPT) -> Slot:
     yield f"{name}/micro_batches", Quantity(float(count), Kind.COUNT, free=False)
 
 
+def bins(name: str, cells: Sequence[float], model: ToyGPT) -> Slot:
+    """Counts of fixed bins: their sum is exact, a value near an edge may change its bin."""
+    total = float(np.sum(cells))
+    yield f"{name}/count", Quantity(total, Kind.COUNT)
+    for index in np.flatnonzero(cells):
+        yield f"{name}[{index}]", Quantity(float(cells[index]), Kind.ZEROS, of=total)
+
+
 def layer_parts(model: ToyGPT) -> list[str]:
     """`layer_NNN/<part>` of every layer, in order."""
     parts = ["attention_proj", "attention_qkv"]
     parts += ["experts", "norm", "router"] if model.experts else ["mlp_fc1", "mlp_fc2", "norm"]
-    return [f"layer_{layer:03d}/{part}" for layer in range(model.layers) for part in sorted(parts)]
+    ahead = [*parts, "other"]
+    return [
+        *(f"layer_{layer:03d}/{part}" for layer in range(model.layers) for part in sorted(parts)),
+        *(f"mtp_{depth:03d}/{part}" for depth in range(model.heads_ahead) for part in sorted(ahead)),
+    ]
 
 
 def classes(model: ToyGPT) -> list[str]:
@@ -109,6 +121,8 @@ def classes(model: ToyGPT) -> list[str]:
 SLOTS: Mapping[str, Callable[[str, Sequence[float], ToyGPT], Slot] | None] = {
     r"loss/sum": data_ranks(Kind.REAL),
     r"loss/tokens": data_ranks(Kind.COUNT),
+    r"loss/mtp/sum": cells_of(Kind.REAL),
+    r"loss/mtp/tokens": cells_of(Kind.COUNT),
     r"loss/source/sum": cells_of(Kind.REAL),
     r"loss/source/tokens": cells_of(Kind.COUNT),
     r"grad/sums": one_row,
@@ -121,6 +135,7 @@ SLOTS: Mapping[str, Callable[[str, Sequence[float], ToyGPT], Slot] | None] = {
     r"act/logits/absmax": cells_of(Kind.REAL),
     r"moe/(layer|mtp)_\d+/tokens": cells_of(Kind.COUNT),
     r"moe/(layer|mtp)_\d+/aux_loss": sum_and_count,
+    r"moe/(layer|mtp)_\d+/topk_margin": bins,
     r"moe/dropped": cells_of(Kind.COUNT),
     # What a process or a device did, and whether a probe failed: no layout shares it.
     r"(system|memory|probe)/.+": None,

@@ -28,6 +28,8 @@ class MicroBatch:
     losses: np.ndarray
     mask: np.ndarray
     labels: np.ndarray
+    ahead: list[np.ndarray]
+    """Losses of each depth of multi-token prediction."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class StepCapture:
     """All that one rank saw in one step."""
 
     micro_batches: list[MicroBatch] = field(default_factory=list)
+    held_out: list[MicroBatch] = field(default_factory=list)
+    """Those of an evaluation after this step."""
     logits: list[np.ndarray] = field(default_factory=list)
     """[s, b, v/tp] of each micro-batch, padding columns included."""
     routing: dict[int, list[Routed]] = field(default_factory=dict)
@@ -70,6 +74,8 @@ class Recorder:
         self._model = model
         self._load = load
         self._labels: torch.Tensor | None = None
+        self._heads: list[np.ndarray] = []
+        self._logits = np.empty(0)
         self.steps: list[StepCapture] = []
         self._wrap(script)
 
@@ -85,6 +91,7 @@ class Recorder:
         )
 
     def _wrap(self, script: Any) -> None:
+        from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.training import training
 
@@ -96,10 +103,15 @@ class Recorder:
             return batch
 
         def watched_loss(mask: torch.Tensor, losses: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            *ahead, _ = self._heads
+            seen = MicroBatch(_array(losses), _array(mask), self._labels.numpy(), ahead)
+            step = self.steps[-1]
             if torch.is_grad_enabled():
-                self.steps[-1].micro_batches.append(
-                    MicroBatch(_array(losses), _array(mask), self._labels.numpy())
-                )
+                step.micro_batches.append(seen)
+                step.logits.append(self._logits)
+            else:
+                step.held_out.append(seen)
+            self._heads = []
             return loss_func(mask, losses, *args, **kwargs)
 
         script.get_batch, script.loss_func = watched_batch, watched_loss
@@ -130,12 +142,22 @@ class Recorder:
         @functools.wraps(setup)
         def watched_setup(*args: Any, **kwargs: Any) -> Any:
             chunks, optimizer, scheduler = setup(*args, **kwargs)
-            self._watch_logits(chunks)
             self._watch_optimizer(chunks, optimizer)
             return chunks, optimizer, scheduler
 
         training.setup_model_and_optimizer = watched_setup
 
+        head_loss = GPTModel.compute_language_model_loss
+
+        @functools.wraps(head_loss)
+        def watched_head(chunk: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            """Once for each depth of multi-token prediction, last for the main head; it overwrites logits."""
+            self._logits = _array(logits)
+            losses = head_loss(chunk, labels, logits)
+            self._heads.append(_array(losses))
+            return losses
+
+        GPTModel.compute_language_model_loss = watched_head
         routing = TopKRouter.routing
 
         @functools.wraps(routing)
@@ -147,17 +169,6 @@ class Recorder:
             return probs, routing_map
 
         TopKRouter.routing = watched_routing
-
-    def _watch_logits(self, chunks: list[Any]) -> None:
-        from megatron.core.utils import unwrap_model
-
-        def hook(module: Any, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and module.training:
-                self.steps[-1].logits.append(_array(output[0]))
-
-        for chunk in unwrap_model(chunks):
-            if chunk.post_process:
-                chunk.output_layer.register_forward_hook(hook)
 
     def _watch_optimizer(self, chunks: list[Any], optimizer: Any) -> None:
         prepare, consume = optimizer.prepare_grads, optimizer.step_with_ready_grads

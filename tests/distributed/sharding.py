@@ -61,6 +61,8 @@ def global_parameters(chunk: Any, place: Place, model: ToyGPT) -> Iterator[tuple
             r"(local_experts\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + first_expert}", name
         )
         if model.tied and name == "output_layer.weight":
+            if hasattr(chunk, "embedding"):
+                continue  # a stage with prediction heads has the embedding itself, and this one hangs unused
             name = "embedding.word_embeddings.weight"
         yield name, parameter
 
@@ -72,7 +74,7 @@ def held_elements(name: str, shape: tuple[int, ...], place: Place, gated: bool) 
     if name.endswith("linear_fc1.weight") or name.endswith("linear_fc1.bias"):
         halves = whole.reshape(2 if gated else 1, -1, *shape[1:])
         return np.split(halves, size, axis=1)[index].reshape(-1, *shape[1:])
-    if re.search(r"(word_embeddings|output_layer|linear_qkv)\.(weight|bias)$", name):
+    if re.search(r"(word_embeddings|output_layer|linear_qkv|eh_proj)\.(weight|bias)$", name):
         return np.split(whole, size)[index]
     if re.search(r"(linear_proj|linear_fc2)\.weight$", name):
         return np.split(whole, size, axis=1)[index]

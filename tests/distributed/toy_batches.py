@@ -57,9 +57,14 @@ class Batches(torch.utils.data.Dataset):
         }
 
 
-def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Batches, None, None]:
-    """The training set, with a batch to spare, for `train_valid_test_datasets_provider` of the script."""
-    return Batches(num_samples[0] + GLOBAL_BATCH), None, None
+def datasets_provider(
+    num_samples: list[int], vp_stage: int | None = None
+) -> tuple[Batches, Batches | None, None]:
+    """The training set, with a batch to spare, and the held-out set where one is asked for: the script's
+    `train_valid_test_datasets_provider`.
+    """
+    training, held_out, _ = num_samples
+    return Batches(training + GLOBAL_BATCH), Batches(held_out) if held_out else None, None
 
 
 def positions(cp_rank: int, cp_size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from toy_batches import SEQUENCE, VOCABULARY
@@ -24,6 +24,8 @@ class ToyGPT:
     gated: bool
     bias: bool
     experts: int = 0
+    heads_ahead: int = 0
+    """Depths of multi-token prediction."""
     topk: int = 2
     layers: int = 4
     hidden: int = 32
@@ -60,6 +62,8 @@ class ToyGPT:
             flags.append("--swiglu")
         if not self.bias:
             flags.append("--disable-bias-linear")
+        if self.heads_ahead:
+            flags.append(f"--mtp-num-layers={self.heads_ahead}")
         if self.experts:
             flags += [
                 f"--num-experts={self.experts}",
@@ -72,31 +76,38 @@ class ToyGPT:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Global parameter name and full shape; layers and experts numbered over the whole model."""
-        h, up = self.hidden, (2 if self.gated else 1) * self.ffn
+        h = self.hidden
         yield "embedding.word_embeddings.weight", (PADDED_VOCABULARY, h)
         if not self.rope:
             yield "embedding.position_embeddings.weight", (SEQUENCE, h)
         for layer in range(self.layers):
-            prefix = f"decoder.layers.{layer}"
-            yield from self._norm(f"{prefix}.input_layernorm")
-            yield from self._norm(f"{prefix}.pre_mlp_layernorm")
-            attention = f"{prefix}.self_attention"
-            yield from self._linear(
-                f"{attention}.linear_qkv", (self.heads + 2 * self.groups) * self.head_dim, h
-            )
-            yield from self._linear(f"{attention}.linear_proj", h, self.heads * self.head_dim)
-            if not self.experts:
-                yield from self._linear(f"{prefix}.mlp.linear_fc1", up, h)
-                yield from self._linear(f"{prefix}.mlp.linear_fc2", h, self.ffn)
-                continue
-            yield f"{prefix}.mlp.router.weight", (self.experts, h)
-            for expert in range(self.experts):
-                name = f"{prefix}.mlp.experts.local_experts.{expert}"
-                yield from self._linear(f"{name}.linear_fc1", up, h)
-                yield from self._linear(f"{name}.linear_fc2", h, self.ffn)
+            yield from self._layer(f"decoder.layers.{layer}")
         yield from self._norm("decoder.final_layernorm")
         if not self.tied:
             yield "output_layer.weight", (PADDED_VOCABULARY, h)
+        for depth in range(self.heads_ahead):
+            prefix = f"mtp.layers.{depth}"
+            for norm in ("enorm", "hnorm", "final_layernorm"):
+                yield from self._norm(f"{prefix}.{norm}")
+            yield f"{prefix}.eh_proj.weight", (h, 2 * h)
+            yield from self._layer(f"{prefix}.mtp_model_layer")
+
+    def _layer(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        h, up = self.hidden, (2 if self.gated else 1) * self.ffn
+        yield from self._norm(f"{prefix}.input_layernorm")
+        yield from self._norm(f"{prefix}.pre_mlp_layernorm")
+        attention = f"{prefix}.self_attention"
+        yield from self._linear(f"{attention}.linear_qkv", (self.heads + 2 * self.groups) * self.head_dim, h)
+        yield from self._linear(f"{attention}.linear_proj", h, self.heads * self.head_dim)
+        if not self.experts:
+            yield from self._linear(f"{prefix}.mlp.linear_fc1", up, h)
+            yield from self._linear(f"{prefix}.mlp.linear_fc2", h, self.ffn)
+            return
+        yield f"{prefix}.mlp.router.weight", (self.experts, h)
+        for expert in range(self.experts):
+            name = f"{prefix}.mlp.experts.local_experts.{expert}"
+            yield from self._linear(f"{name}.linear_fc1", up, h)
+            yield from self._linear(f"{name}.linear_fc2", h, self.ffn)
 
     def _norm(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{name}.weight", (self.hidden,)
@@ -130,4 +141,6 @@ DENSE_TIED = ToyGPT(name="dense_tied", tied=True, rope=False, rms_norm=False, ga
 MOE_UNTIED = ToyGPT(
     name="moe_untied", tied=False, rope=True, rms_norm=True, gated=True, bias=False, experts=4, ffn=24
 )
-MODELS = {model.name: model for model in (DENSE_TIED, MOE_UNTIED)}
+PREDICTING = replace(DENSE_TIED, name="dense_tied, 2 depths", rope=True, heads_ahead=2)
+"""The dense model with two depths of multi-token prediction."""
+MODELS = {model.name: model for model in (DENSE_TIED, MOE_UNTIED, PREDICTING)}
