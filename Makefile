@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS ?= 2
 
 # The older Megatron that the patches serve too; beside the environment, never inside it.
-MEGATRON_CORE_0171 ?= $(VENV)/megatron-core-0.17.1
+MEGATRON_CORE_0171 ?= $(abspath $(VENV)/megatron-core-0.17.1)
 export MEGATRON_CORE_0171
 
 .PHONY: setup demo test test-fast lint format docs matrix overhead bench clean
