@@ -1,7 +1,7 @@
 """Prints the matrix of layouts: how far each layout's numbers are from their references.
 
     python scripts/matrix.py                    every row, as a table
-    python scripts/matrix.py --only CP2 PP2     the rows whose name holds one of the words
+    python scripts/matrix.py --only CP2 PP2     the rows whose layout or model holds one of the words
     python scripts/matrix.py --json out.json    every comparison's largest errors as JSON as well
 
 The exit status is 1 where a row is wrong or a metric is in none of them.
@@ -27,12 +27,17 @@ COMPARISONS = ("captured", "one_rank", "reference")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Print the matrix of layouts.")
-    parser.add_argument("--only", nargs="+", default=[], help="rows whose name holds one of these words")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="rows whose layout or model holds one of these words"
+    )
     parser.add_argument("--json", type=Path, help="also write the largest errors to this file")
     options = parser.parse_args()
     import matrix
 
-    rows = [row for row in matrix.ROWS if not options.only or any(word in row.name for word in options.only)]
+    def asked_for(row: matrix.Row) -> bool:
+        return not options.only or any(word in f"{row.name} {row.model.name}" for word in options.only)
+
+    rows = [row for row in matrix.ROWS if asked_for(row)]
     started, outcomes = time.monotonic(), []
     print("\n".join(table_head()))
     with tempfile.TemporaryDirectory() as folder:
