@@ -30,7 +30,7 @@ demo: setup
 
 test: setup
 	scripts/browser.sh
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m 'not matrix'
 
 test-fast: setup
 	$(BIN)/python -m pytest -q -m 'not slow and not browser'
@@ -51,6 +51,7 @@ docs: setup
 
 matrix: setup
 	$(BIN)/python scripts/matrix.py
+	$(BIN)/python -m pytest -q -m matrix
 
 overhead: setup
 	$(BIN)/python scripts/overhead.py

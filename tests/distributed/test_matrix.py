@@ -6,7 +6,7 @@ import matrix
 import pytest
 from layouts import ONE
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron]
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, pytest.mark.matrix]
 
 
 @pytest.fixture(scope="module")

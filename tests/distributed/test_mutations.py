@@ -4,7 +4,7 @@ import pytest
 from matrix import judge, run_row
 from mutations import MUTATIONS, Mutation
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron]
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, pytest.mark.matrix]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.plant.__name__)
