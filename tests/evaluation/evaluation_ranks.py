@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import runpy
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ import numpy as np
 from megatron_probes.cpu import PRETRAIN_SCRIPT
 from megatron_probes.cpu.fork import fork_ranks, gloo_process_group
 from megatron_probes.evaluation import Context, Row, RowScore, TaskResult, build_tokenizer, load_suite
-from megatron_probes.evaluation.suite import TokenizerSpec
+from megatron_probes.evaluation.suite import Averaging, TokenizerSpec
 
 T = TypeVar("T")
 
@@ -152,3 +153,47 @@ def read_weights(_: int, *, folder: Path) -> dict[str, np.ndarray]:
         tensors = load_plain_tensors(str(folder))
     keep = ("embedding.", "decoder.", "output_layer.")
     return {k: v.double().numpy() for k, v in tensors.items() if k.startswith(keep)}
+
+
+def average_weights(_: int, *, place: Place, averaging: Averaging) -> dict[str, np.ndarray]:
+    """All weights of the model after `load_average` over the two saved steps."""
+    from megatron_probes.evaluation.megatron import Layout, build_model, find_checkpoints, initialize
+    from megatron_probes.evaluation.megatron.averaging import averaged_over, load_average
+
+    with gloo_process_group():
+        saved = find_checkpoints(place.checkpoints, "all")
+        initialize(Layout(), saved[-1])
+        model = build_model(saved[-1], Layout())
+        used = averaged_over(averaging, saved, saved[-1])
+        load_average(model, used, averaging)
+        return {name: tensor.numpy() for name, tensor in model.named_tensors()}
+
+
+class Malicious:
+    """Touches ``proof`` when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.proof,))
+
+
+def poison(_: int, *, folder: Path, kind: str, proof: Path) -> None:
+    """Put something malicious into a pickle of the checkpoint in ``folder``."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    value = Malicious(proof)
+    match kind:
+        case "index":
+            metadata = dcp.FileSystemReader(folder).read_metadata()
+            metadata.planner_data = value
+            (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        case "object":
+            dcp.save({"common_state/shard_0_1": [value]}, checkpoint_id=folder, no_dist=True)
+        case "common.pt":  # where Megatron kept it before 0.19
+            torch.save({"args": value}, folder / "common.pt")
+        case "legacy":
+            file = next(folder.rglob("model_optim_rng.pt"))
+            torch.save({"args": value}, file)
