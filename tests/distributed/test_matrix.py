@@ -33,6 +33,7 @@ def test_the_layout_changes_no_number(judged, row):
     assert not outcome.wrong
 
 
+@pytest.mark.timeout(1800)  # chosen alone, it runs every row
 def test_every_metric_with_a_probe_is_in_a_row(judged):
     tags = set().union(*(judged(row).tags for row in matrix.ROWS))
     assert matrix.uncovered(tags) == []
