@@ -30,7 +30,7 @@ from rich.table import Table
 
 from megatron_probes.cpu import fork
 
-STEPS = 200
+STEPS = 170
 BLOCK_STEPS = 2
 MIN_BLOCKS = 3
 SEED = 20240229
