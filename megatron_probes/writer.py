@@ -7,6 +7,7 @@ thread turns them into values, feeds the detectors and writes.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import math
 import statistics
@@ -123,26 +124,34 @@ class Writer:
 
     def _note(self, state: JobState, step: int) -> None:
         self._state, self._moved_s = state, time.monotonic()
-        self._add_late(step, {"job/state": int(state)})
+        self._add_late(step, lambda: {"job/state": int(state)})
 
     def put_evaluation(self, name: str, probe: HeldOutProbe) -> None:
         """Hands the reduced sums of a held-out set to the step after which it was run."""
         self._flush_outbox()
         self._evaluations.put(self._session.last_step, Priority.P0)
         for payload in self._evaluations.collect(wait=True):
-            parts = self._session.evaluation_ledger.unpack(payload.cells)
-            if parts[f"probe/failed/{probe.family}"][0] > 0:
-                self._disabled.add(probe.family)
-            if probe.family in self._disabled:
-                continue
-            values: dict[str, int | float] = {}
-            probe.finalize_set(name, parts, values)
-            self._add_late(payload.label, values)
+            self._add_late(payload.label, functools.partial(self._evaluated, name, probe, payload))
 
-    def _add_late(self, step: int, values: Mapping[str, int | float]) -> None:
+    def _evaluated(self, name: str, probe: HeldOutProbe, payload: Payload[int]) -> dict[str, int | float]:
+        """The values of a held-out set: on the background thread."""
+        parts = self._session.evaluation_ledger.unpack(payload.cells)
+        if parts[f"probe/failed/{probe.family}"][0] > 0:
+            self._disabled.add(probe.family)
+        values: dict[str, int | float] = {}
+        if probe.family not in self._disabled:
+            probe.finalize_set(name, parts, values)
+        return values
+
+    def _add_late(self, step: int, find: Callable[[], Mapping[str, int | float]]) -> None:
+        """Has what ``find`` returns join the record of ``step``; called on the background thread."""
         now = time.time()
-        self._pipeline.submit_record(
-            lambda: StepRecord(
+
+        def late_record() -> StepRecord | None:
+            values = find()
+            if not values:
+                return None
+            return StepRecord(
                 step=step,
                 attempt=self._attempt,
                 time=now,
@@ -151,7 +160,8 @@ class Writer:
                 context={},
                 late=True,
             )
-        )
+
+        self._pipeline.submit_record(late_record)
 
     def _watch_for_stall(self) -> None:
         """On the background thread while nothing comes: says when a training step does not end."""

@@ -7,28 +7,12 @@ import pytest
 import torch
 
 from megatron_probes import writer as writer_module
-from megatron_probes.catalog import CATALOG
 from megatron_probes.config import ProbeConfig
-from megatron_probes.probes import Facts, LossProbe, StabilityProbe, TensorsProbe
+from megatron_probes.probes import Facts, HeldOutProbe, LossProbe, StabilityProbe, TensorsProbe
 from megatron_probes.session import JobState, ProbeSession
-from megatron_probes.sinks import Manifest, RecordFileSink, read_records
+from megatron_probes.sinks import RecordFileSink, read_records
 from megatron_probes.topology import Topology
-
-
-def manifest(start_step: int = 1) -> Manifest:
-    return Manifest(
-        run_id="run",
-        started=0.0,
-        attempt=0,
-        start_step=start_step,
-        tokens_at_start=0,
-        config={},
-        config_fingerprint="",
-        layout={},
-        versions={},
-        flop_convention="none",
-        metrics=CATALOG,
-    )
+from tests.manifests import manifest
 
 
 def start(folder, config: ProbeConfig | None = None) -> ProbeSession:
@@ -162,3 +146,48 @@ def test_state_survives_a_checkpoint(tmp_path):
     resumed.load_state_dict(state)
     assert resumed.tokens_total == 40
     assert resumed.state_dict() == state
+
+
+def test_a_held_out_set_joins_its_step_and_leaves_training_s_sums_alone(tmp_path):  # PC45 (a)
+    config, topology = ProbeConfig(), Topology.single()
+    held_out = HeldOutProbe([1, 2, 0])
+    loss = LossProbe(topology)
+    session = ProbeSession(config, topology, torch.device("cpu"), [loss], held_out=held_out)
+    session.write_to([RecordFileSink(tmp_path)], manifest())
+    for step, losses in ((1, [6.0, 4.0]), (2, [5.0, 5.0])):
+        session.step_begin(step)
+        session.pass_begin()
+        loss.observe(torch.tensor(losses), None)
+        session.step_end(Facts(step=step, time=0.0, step_time_s=0.0))
+        session.evaluation_begin()
+        held_out.observe(torch.tensor([0.0, 100.0]), torch.ones(2), torch.tensor([1, 2]))
+        session.evaluation_end("validation")
+    session.close()
+    for record in read_records(tmp_path):
+        assert record.values["loss/global"] == 5.0
+        assert record.values["data/valid_tokens"] == 2
+        assert record.values["eval/validation/nll"] == 50.0
+        assert record.values["eval/validation/bpb"] == 0.0  # token 2 covers no byte
+
+
+def test_a_held_out_probe_that_cannot_finish_keeps_training_going(tmp_path, monkeypatch):
+    topology = Topology.single()
+    held_out = HeldOutProbe(None)
+    session = ProbeSession(
+        ProbeConfig(), topology, torch.device("cpu"), [LossProbe(topology)], held_out=held_out
+    )
+    session.write_to([RecordFileSink(tmp_path)], manifest())
+
+    def broken(*_):
+        raise RuntimeError("no such set")
+
+    monkeypatch.setattr(held_out, "finalize_set", broken)
+    for step in (1, 2):
+        session.step_begin(step)
+        session.pass_begin()
+        session.probes["loss"].observe(torch.tensor([2.0]), None)
+        session.step_end(Facts(step=step, time=0.0, step_time_s=0.0))
+        session.evaluation_begin()
+        session.evaluation_end("validation")
+    session.close()
+    assert [record.values["loss/global"] for record in read_records(tmp_path)] == [2.0, 2.0]

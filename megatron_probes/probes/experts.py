@@ -153,7 +153,7 @@ class ExpertsProbe(Probe):
         them counts the micro-batch.
         """
         cells = self._aux_losses[layer].cells
-        cells[0:1].add_(partial.detach())
+        cells[0:1].add_(partial)
         if self._topology.index("tp") == 0 and self._topology.index("cp") == 0:
             cells[1:2].add_(1.0)
 

@@ -81,8 +81,8 @@ class LossProbe(Probe):
         if worst is not None:
             values["loss/worst_rank"], index = worst
             values["loss/worst_rank_index"] = self._holders[index]
-        spread = formulas.rank_mean_spread(sums, tokens)
-        if spread is not None and facts.priority >= Priority.P1:
+        sampled = facts.priority >= Priority.P1
+        if sampled and (spread := formulas.rank_mean_spread(sums, tokens)) is not None:
             values["loss/rank_mean/min"] = spread.min
             values["loss/rank_mean/median"] = spread.median
             values["loss/rank_mean/max"] = spread.max

@@ -115,9 +115,15 @@ class Pipeline(Generic[ItemT]):
             (self._spill if self._spill else self._queue).append(call)
             self._changed.notify()
 
-    def submit_record(self, make: Callable[[], StepRecord]) -> None:
+    def submit_record(self, make: Callable[[], StepRecord | None]) -> None:
         """Have the record that `make` returns written after every item submitted so far; never dropped."""
-        self.submit_call(lambda: self._deliver(make()))
+
+        def deliver() -> None:
+            record = make()
+            if record is not None:
+                self._deliver(record)
+
+        self.submit_call(deliver)
 
     def flush(self, timeout_s: float = 0.0) -> bool:
         """Have everything submitted so far written; waits at most `timeout_s` and returns whether it is."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_probes.catalog import CATALOG
 from megatron_probes.config import ProbeConfig
 from megatron_probes.probes import Facts, Probe
 from megatron_probes.session import ProbeSession
-from megatron_probes.sinks import Manifest, RecordFileSink
+from megatron_probes.sinks import RecordFileSink
 from megatron_probes.topology import AXES, Axis, Topology, gather_coordinates
+from tests.manifests import manifest
 
 ORDER = ("pp", "dp", "cp", "tp")
 
@@ -41,22 +41,6 @@ def make_topology(**sizes: int) -> Topology:
         stage_group=stage_groups[place[0]] if len(stages[place[0]]) > 1 else None,
         pipeline_group=pipeline_groups[place[1:]] if lengths[0] > 1 else None,
         coordinates=gather_coordinates(axes, torch.device("cpu")),
-    )
-
-
-def manifest() -> Manifest:
-    return Manifest(
-        run_id="run",
-        started=0.0,
-        attempt=0,
-        start_step=1,
-        tokens_at_start=0,
-        config={},
-        config_fingerprint="",
-        layout={},
-        versions={},
-        flop_convention="none",
-        metrics=CATALOG,
     )
 
 

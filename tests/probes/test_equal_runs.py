@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from megatron_probes.catalog import CATALOG, lookup
+from megatron_probes.catalog import lookup
 from megatron_probes.config import ProbeConfig
 from megatron_probes.probes import (
     Facts,
@@ -16,8 +16,9 @@ from megatron_probes.probes import (
     TensorsProbe,
 )
 from megatron_probes.session import ProbeSession
-from megatron_probes.sinks import Manifest, RecordFileSink, read_records
+from megatron_probes.sinks import RecordFileSink, read_records
 from megatron_probes.topology import Topology
+from tests.manifests import manifest
 
 STEPS = 5
 MEASURED = ("job", "system", "memory", "host")
@@ -65,20 +66,7 @@ def start(folder, tensors: int) -> ProbeSession:
         TensorsProbe(),
     ]
     session = ProbeSession(config, topology, torch.device("cpu"), probes)
-    manifest = Manifest(
-        run_id="run",
-        started=0.0,
-        attempt=0,
-        start_step=1,
-        tokens_at_start=0,
-        config={},
-        config_fingerprint="",
-        layout={},
-        versions={},
-        flop_convention="none",
-        metrics=CATALOG,
-    )
-    session.write_to([RecordFileSink(folder)], manifest)
+    session.write_to([RecordFileSink(folder)], manifest())
     return session
 
 

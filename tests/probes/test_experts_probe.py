@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_probes import ops
-from megatron_probes.catalog import CATALOG, Priority
+from megatron_probes.catalog import Priority
 from megatron_probes.config import ProbeConfig
 from megatron_probes.cpu.fork import fork_ranks, gloo_process_group
 from megatron_probes.formulas.experts import mean_aux_loss
 from megatron_probes.probes import ExpertsProbe, Facts, Forensics, LossProbe, MoELayer
 from megatron_probes.session import ProbeSession
-from megatron_probes.sinks import Manifest, RecordFileSink, StepRecord, read_records
+from megatron_probes.sinks import RecordFileSink, StepRecord, read_records
 from megatron_probes.topology import AXES, Axis, Topology, gather_coordinates
+from tests.manifests import manifest
 from tests.meshes import LocalLedger, ranks_of, reduce_together
 
 P0 = Facts(step=1, priority=Priority.P0, time=0.0, step_time_s=1.0)
@@ -40,20 +41,7 @@ def run_one_step(topology: Topology, probe: ExpertsProbe, observe, folder) -> No
     """A sampled step of a session whose last rank writes."""
     session = ProbeSession(ProbeConfig(sample_every=1, strict=True), topology, CPU, [probe])
     if topology.rank == topology.world_size - 1:
-        manifest = Manifest(
-            run_id="run",
-            started=0.0,
-            attempt=0,
-            start_step=1,
-            tokens_at_start=0,
-            config={},
-            config_fingerprint="",
-            layout={},
-            versions={},
-            flop_convention="none",
-            metrics=CATALOG,
-        )
-        session.write_to([RecordFileSink(folder)], manifest)
+        session.write_to([RecordFileSink(folder)], manifest())
     session.step_begin(1)
     session.pass_begin()
     observe()

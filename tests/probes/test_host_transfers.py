@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_probes.catalog import CATALOG
 from megatron_probes.config import ProbeConfig
 from megatron_probes.ledger import Outbox
 from megatron_probes.probes import Facts, LossProbe, StabilityProbe, TensorsProbe
 from megatron_probes.session import ProbeSession
-from megatron_probes.sinks import Manifest, RecordFileSink, read_records
+from megatron_probes.sinks import RecordFileSink, read_records
 from megatron_probes.topology import Topology
+from tests.manifests import manifest
 
 STEPS = 100
 
@@ -34,20 +34,7 @@ def run(folder, write_every: int) -> Operators:
     loss, tensors = LossProbe(topology), TensorsProbe()
     probes = [loss, StabilityProbe(config.stability), tensors]
     session = ProbeSession(config, topology, torch.device("cpu"), probes)
-    manifest = Manifest(
-        run_id="run",
-        started=0.0,
-        attempt=0,
-        start_step=1,
-        tokens_at_start=0,
-        config={},
-        config_fingerprint="",
-        layout={},
-        versions={},
-        flop_convention="none",
-        metrics=CATALOG,
-    )
-    session.write_to([RecordFileSink(folder)], manifest)
+    session.write_to([RecordFileSink(folder)], manifest())
     with Operators() as operators:
         for step in range(1, STEPS + 1):
             session.step_begin(step)

@@ -55,8 +55,14 @@ def load_sidecar(session: ProbeSession, args: argparse.Namespace) -> str:
     path = sidecar_path(args.load, args.iteration)
     if not path.is_file():
         return f"resumed at iteration {args.iteration} without saved probe state: windows start empty"
-    state = json.loads(path.read_text())
-    if state["iteration"] != args.iteration or state["format"] != FORMAT_VERSION:
-        return f"{path} belongs to another iteration or version: windows start empty"
-    session.load_state_dict(state)
+    empty = session.state_dict()
+    try:
+        state = json.loads(path.read_text())
+        if state["iteration"] != args.iteration or state["format"] != FORMAT_VERSION:
+            return f"{path} belongs to another iteration or version: windows start empty"
+        session.load_state_dict(state)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        # A damaged file or another version's state must not keep a job from resuming.
+        session.load_state_dict(empty)
+        return f"{path} can't be used ({type(error).__name__}: {error}): windows start empty"
     return f"windows and counters continue from iteration {args.iteration}"

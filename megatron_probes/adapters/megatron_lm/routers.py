@@ -97,7 +97,7 @@ def _watch_aux_loss(session: ProbeSession, probe: ExpertsProbe, router: Any, lay
         if gate.sampled:
             call = signature.bind(*args, **kwargs).arguments
             if call["aux_loss_name"] == "load_balancing_loss":
-                observe(layer.name, call["aux_loss"] / call["aux_loss_coeff"])
+                observe(layer.name, call["aux_loss"].detach() / call["aux_loss_coeff"])
         return attach(*args, **kwargs)
 
     router.attach_and_log_load_balancing_loss = watched
