@@ -118,6 +118,17 @@ def attention_forward(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def forked_results_queue(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint's results travel through a manager process. A spawned one imports Megatron once more in
+    every rank, most of the time that a save takes here; forking it is safe where no CUDA context is."""
+
+    @functools.wraps(make)
+    def queue(mp_mode: str = "fork") -> Any:
+        return make("fork")
+
+    return queue
+
+
 def without_warm_up(_: Callable[..., None]) -> Callable[..., None]:
     """`_warmup_jit_function` without the warm-up of fused kernels.
 

@@ -224,6 +224,12 @@ TABLE: tuple[Replacement, ...] = (
         "gives all parameters of torch's Adam one step counter",
     ),
     Replacement(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "get_write_results_queue",
+        megatron_parts.forked_results_queue,
+        "spawns a process that imports Megatron once more",
+    ),
+    Replacement(
         "megatron.training.initialize",
         "_warmup_jit_function",
         megatron_parts.without_warm_up,
