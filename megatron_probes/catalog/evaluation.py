@@ -20,7 +20,6 @@ def _metric(
     priority: Priority = Priority.P0,
     reduction: Reduction = Reduction.RATIO,
     first_screen: int | None = None,
-    planned: bool = True,
 ) -> MetricSpec:
     return MetricSpec(
         tag=tag,
@@ -34,7 +33,6 @@ def _metric(
         axes=("dp", "cp"),
         unit=unit,
         meaning=meaning,
-        planned=planned,
         first_screen=first_screen,
     )
 
@@ -47,7 +45,6 @@ _EVALUATION = (
         "valid targets",
         "nats",
         "Mean loss over all held-out valid targets, not a mean of batch means.",
-        planned=False,
     ),
     _metric(
         "eval/{set}/ppl",
@@ -56,7 +53,6 @@ _EVALUATION = (
         None,
         "1",
         "Perplexity without a silent cap; compares only under one tokenizer and normalisation.",
-        planned=False,
     ),
     _metric(
         "eval/{set}/bpb",
@@ -66,7 +62,6 @@ _EVALUATION = (
         "bits/byte",
         "Bits per byte: the default between runs, whatever their tokenizers.",
         first_screen=13,
-        planned=False,
     ),
     _metric(
         "eval/{task}/accuracy",

@@ -341,12 +341,19 @@ def uncovered(tags: set[str]) -> list[str]:
     )
 
 
+_CHECKPOINTS = "an evaluation of checkpoints, in every layout: tests/evaluation"
+
 ELSEWHERE: Mapping[str, str] = {
     "moe/layer_{layer}/bias": "a copy of what the router holds: tests/adapters/test_routers.py",
     **{
-        f"eval/{{set}}/{metric}/{weights}": "an evaluation of checkpoints, not of a layout: tests/evaluation"
+        f"eval/{{set}}/{metric}{weights}": _CHECKPOINTS
         for metric in ("nll", "ppl", "bpb")
-        for weights in ("raw", "averaged")
+        for weights in ("/raw", "/averaged")
+    },
+    **{
+        f"eval/{{task}}/{metric}{weights}": _CHECKPOINTS
+        for metric in ("accuracy", "greedy", "media_gain", "pass_at_k", "iou")
+        for weights in ("", "/raw", "/averaged")
     },
 }
 """Metrics that two steps of training cannot show -> why, and where they are tested."""
